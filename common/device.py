@@ -1,0 +1,180 @@
+"""The one file that tells CUDA, ROCm, Ascend NPU and CPU apart.
+
+Everything else asks a `Device` and stays the same on all of them:
+
+    device = get_device()
+    dist.init_process_group(device.backend)
+    model.to(device.torch_device)
+
+ROCm is torch's `cuda` with `torch.version.hip` set; Ascend is the `torch_npu` plug-in with vllm-ascend; CPU uses gloo.
+"""
+
+import functools
+import importlib.util
+import os
+import random
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a script may ask about the hardware it runs on."""
+
+    name: str
+    """For people: "CUDA", "ROCm", "Ascend NPU" or "CPU"."""
+    type: str
+    """torch's device type: "cuda" (also ROCm), "npu" or "cpu"."""
+    index: int
+    """This process's device on its node (LOCAL_RANK); unused on CPU."""
+    backend: str
+    """For `init_process_group`. Accelerators get gloo beside their own backend, for CPU tensors (async checkpoints)."""
+    visible_devices_variable: str
+    """Environment variable that chooses the devices a process sees; "" on CPU."""
+    can_sleep: bool
+    """Whether the engine can give its memory back while the trainer works (vLLM's sleep mode)."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.type != "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.type, self.index) if self.is_accelerator else torch.device("cpu")
+
+    @property
+    def _module(self) -> Any:
+        """`torch.cuda` or `torch.npu`: the two have the same functions."""
+        return getattr(torch, self.type)
+
+    # -- numbers and kernels ------------------------------------------------------------------------------------------
+
+    def default_dtype(self) -> torch.dtype:
+        """bf16 where the hardware multiplies it, otherwise fp32: bf16 without AMX or AVX512-BF16 is slower than fp32."""
+        if self.is_accelerator or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+            return torch.bfloat16
+        return torch.float32
+
+    def attn_implementation(self) -> str:
+        """flash-attn when it is installed, else torch's scaled-dot-product attention."""
+        if self.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+            return "flash_attention_2"
+        return "sdpa"
+
+    # -- state and memory ---------------------------------------------------------------------------------------------
+
+    def set_current(self) -> None:
+        """Make this process use its own accelerator."""
+        if self.is_accelerator:
+            self._module.set_device(self.index)
+
+    def synchronize(self) -> None:
+        if self.is_accelerator:
+            self._module.synchronize()
+
+    def empty_cache(self) -> None:
+        """Return cached blocks to the driver, so that the engine in the same process can have them."""
+        if self.is_accelerator:
+            self._module.empty_cache()
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes: of the accelerator, or of the machine's main memory."""
+        if self.is_accelerator:
+            return self._module.mem_get_info(self.index)
+        pages = {name: os.sysconf(name) for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES", "SC_PAGE_SIZE")}
+        return pages["SC_AVPHYS_PAGES"] * pages["SC_PAGE_SIZE"], pages["SC_PHYS_PAGES"] * pages["SC_PAGE_SIZE"]
+
+    def peak_memory(self) -> int:
+        """Highest number of bytes so far: allocated on the accelerator, or resident in this process."""
+        if self.is_accelerator:
+            return self._module.max_memory_allocated(self.index)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+    def seed(self, seed: int) -> None:
+        """Seed Python, NumPy, torch's CPU generator and the accelerator's."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, Any]:
+        """State of every global random generator of this process, made of tensors and plain numbers only."""
+        version, words, gauss = random.getstate()
+        algorithm, keys, position, has_gauss, cached = np.random.get_state()
+        state = {
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "numpy": {
+                "algorithm": algorithm,
+                "keys": torch.from_numpy(keys.astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            },
+            "torch": torch.get_rng_state(),
+        }
+        if self.is_accelerator:
+            state["accelerator"] = self._module.get_rng_state(self.index)
+        return state
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        """Put back what `rng_state` returned."""
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        keys = numpy["keys"].numpy().astype(np.uint32)
+        np.random.set_state((numpy["algorithm"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+        torch.set_rng_state(state["torch"])
+        if self.is_accelerator:
+            self._module.set_rng_state(state["accelerator"], self.index)
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    def prepare_engine(self) -> None:
+        """Set the environment that vLLM reads when it is imported. Call before `import vllm`."""
+        os.environ.update(
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process, so weights pass by reference
+            VLLM_NO_USAGE_STATS="1",
+            TOKENIZERS_PARALLELISM="false",
+        )
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
+        for name in ("VLLM_DP_SIZE", "VLLM_DP_RANK"):
+            os.environ.pop(name, None)
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` that depend on the device."""
+        if self.is_accelerator:
+            return {"enable_sleep_mode": self.can_sleep, "enforce_eager": False}
+        # Compiling on a CPU takes minutes, and vLLM packs weights there, which compiled graphs would not notice.
+        return {"enforce_eager": True}
+
+    def patch_engine(self) -> None:
+        """After `import vllm`: keep CPU sampling from compiling a C++ kernel just to count the rank of a token."""
+        if self.is_accelerator:
+            return
+        import vllm.v1.sample.sampler as sampler
+
+        if hasattr(sampler, "batched_count_greater_than"):
+            sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)
+
+
+@functools.cache
+def get_device() -> Device:
+    """The device this process should use: an accelerator that torch sees, otherwise the CPU."""
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    if importlib.util.find_spec("torch_npu") is not None:
+        import torch_npu  # noqa: F401  (registers torch.npu)
+
+        if torch.npu.is_available():
+            return Device("Ascend NPU", "npu", index, "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", can_sleep=True)
+    if torch.cuda.is_available():
+        if torch.version.hip is not None:
+            return Device("ROCm", "cuda", index, "cpu:gloo,cuda:nccl", "HIP_VISIBLE_DEVICES", can_sleep=True)
+        return Device("CUDA", "cuda", index, "cpu:gloo,cuda:nccl", "CUDA_VISIBLE_DEVICES", can_sleep=True)
+    return Device("CPU", "cpu", index, "gloo", "", can_sleep=False)

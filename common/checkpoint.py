@@ -32,6 +32,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
@@ -130,28 +131,32 @@ def _why(error: BaseException) -> str:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads torch.distributed.checkpoint's metadata file, which is a pickle, and refuses any class but the few it needs."""
+# All that torch.distributed.checkpoint's metadata file, a pickle, is made of when every entry is a tensor.
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # its home from Python 3.13 on
+}
 
-    ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    ALLOWED = {
-        ("torch", "Size"),
-        ("torch", "device"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "Path"),
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
-    }
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles nothing but the classes above, so that a checkpoint from elsewhere cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = module in self.ALLOWED_MODULES and not name.startswith("__") and "." not in name
-        if known or (module, name) in self.ALLOWED or (module == "torch" and name in _DTYPES):
+        if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which has no place there")
-
-
-_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
 
 class _Reader(dcp.FileSystemReader):
@@ -176,6 +181,10 @@ def clean_name(name: str) -> str:
 
 def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter once (a tied one under its first name) and every persistent buffer, by clean name."""
+    for part in module.modules():
+        # After a forward pass without a backward pass FSDP2's root still shows whole, temporary parameters.
+        if isinstance(part, FSDPModule):
+            part.reshard()
     weights = {clean_name(name): parameter for name, parameter in module.named_parameters()}
     persistent = {clean_name(name) for name in module.state_dict()}
     for name, buffer in module.named_buffers():
@@ -253,6 +262,9 @@ class Checkpointer:
         cannot start; ValueError for what weights_only loading would refuse later.
         """
         self.wait()
+        files = {f"rank_{_rank()}.pt": _pack(rank_state, "rank_state")}
+        if _rank() == 0:
+            files["extra.pt"] = _pack({"extra": extra, "optimizers": _options_of(modules)}, "extra")
         temporary = self.folder / f"step_{step}.tmp"
         error = None
         if _rank() == 0:
@@ -267,10 +279,6 @@ class Checkpointer:
         stager = DefaultStager(StagingOptions(False, False, False, False))
         state = stager.stage(_state_of(modules))  # a copy: the optimizer's next update does not reach it
         stager.close()
-        files = {f"rank_{_rank()}.pt": _pack(rank_state, "rank_state")}
-        if _rank() == 0:
-            content = {"extra": extra, "optimizers": _options_of(modules)}
-            files["extra.pt"] = _pack(content, "extra")
         manifest = {
             "format": FORMAT_VERSION,
             "step": step,
@@ -344,7 +352,6 @@ class Checkpointer:
             os.replace(final, old)
         os.replace(temporary, final)
         _sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
         self._delete_old()
 
     def _delete_old(self) -> None:
@@ -357,7 +364,9 @@ class Checkpointer:
             if path not in kept:
                 doomed = path.with_name(f"{path.name}.deleted")
                 os.replace(path, doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+        for pattern in ("step_*.deleted", "step_*.old", "step_*.tmp"):  # with what earlier kills left behind
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     # -- finding
 
@@ -424,7 +433,11 @@ class Checkpointer:
             optimizer.state.clear()
             for parameter, values in slots[key].items():
                 optimizer.state[parameter] = values
-            for group, options in zip(optimizer.param_groups, content["optimizers"][key], strict=True):
+            saved_groups = content["optimizers"][key]
+            if len(saved_groups) != len(optimizer.param_groups):
+                count = len(optimizer.param_groups)
+                raise UserError(f"checkpoint {path}: {key} has {len(saved_groups)} parameter groups, not {count}")
+            for group, options in zip(optimizer.param_groups, saved_groups, strict=True):
                 group.update({name: value for name, value in options.items() if name not in _IMPLEMENTATION})
         same_ranks = manifest["world_size"] == _world_size()
         return content["extra"], _unpack(path / f"rank_{_rank()}.pt") if same_ranks else None
@@ -564,7 +577,7 @@ def safetensors_files(folder: Path) -> dict[str, Path]:
     return names
 
 
-def load_hf_weights(model: nn.Module, folder: Path, *, zero_init: Sequence[str] = ()) -> None:
+def load_hf_weights(model: nn.Module, folder: Path, *, zero_init: Sequence[str] = (), skip: Sequence[str] = ()) -> None:
     """Fill a transformers model from the safetensors of `folder`; each rank reads only its own slices.
 
     The way to a sharded model that never stands whole in memory:
@@ -578,6 +591,7 @@ def load_hf_weights(model: nn.Module, folder: Path, *, zero_init: Sequence[str] 
     Works for plain tensors too. Values are cast to each parameter's dtype. Buffers that are not in the file (rotary
     frequencies) are computed by the model's own initialisation, as from_pretrained does. Tied weights are tied.
     zero_init: parameters that the file may lack (the new head of a critic or reward model); they become 0.
+    skip: tensors of the file that the model has no use for (the language head, for a critic).
     Raises UserError naming what is missing, unknown or of another shape, and checkpoints that transformers converts
     while it loads them (such as mixtures of experts), for which there is no code here.
     """
@@ -591,8 +605,9 @@ def load_hf_weights(model: nn.Module, folder: Path, *, zero_init: Sequence[str] 
         weights = _weights(model)
     _initialize_buffers(model)
 
-    files = safetensors_files(Path(folder))
+    files = {name: path for name, path in safetensors_files(Path(folder)).items() if name not in skip}
     sources = _match_names(model, weights, files, Path(folder), zero_init)
+    _check_ties(model, files, Path(folder))
     by_file: dict[Path, list[tuple[str, str]]] = {}
     for name, source in sources.items():
         by_file.setdefault(files[source], []).append((name, source))
@@ -621,7 +636,9 @@ def _fill(target: torch.Tensor, source: Any, where: str) -> None:
         return
     part = source[_slices(target)] if shape else source[:]
     if not part.is_floating_point() and target.is_floating_point():
-        raise UserError(f"{where}: stored as {part.dtype}; quantized checkpoints cannot be trained, use the original one")
+        raise UserError(
+            f"{where}: stored as {part.dtype}; quantized checkpoints cannot be trained, use the original one"
+        )
     local.copy_(part)
 
 
@@ -645,15 +662,25 @@ def _slices(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def _initialize_buffers(model: nn.Module) -> None:
-    """Compute the buffers that no file holds, by the model's own code, as from_pretrained does after loading.
+    """Compute the buffers that no file holds, by the model's own code, as from_pretrained does.
 
-    Called before the weights are read, because that code also draws random weights for the modules it visits.
+    That code also draws random weights. It leaves those alone that are marked as initialised; it runs before the weights
+    are read, and outside of the global random generator, in case a model does not know the mark.
     """
-    generator_state = torch.get_rng_state()
-    for module in model.modules():
-        if module._non_persistent_buffers_set and any(True for _ in module.buffers(recurse=False)):
-            model._init_weights(module)
-    torch.set_rng_state(generator_state)
+
+    def visit(module: nn.Module, owner: nn.Module | None) -> None:
+        owner = module if hasattr(module, "_init_weights") else owner
+        if any(name in module._non_persistent_buffers_set for name, _ in module.named_buffers(recurse=False)):
+            if owner is None:
+                raise ValueError(f"{type(model).__name__} has buffers that no file holds, and no way to compute them")
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True
+            owner._init_weights(module)
+        for child in module.children():
+            visit(child, owner)
+
+    with torch.random.fork_rng(devices=[]):
+        visit(model, None)
 
 
 def _match_names(
@@ -673,16 +700,34 @@ def _match_names(
         names[prefixed if stored not in weights and prefixed in weights else stored] = stored
     tied = getattr(model, "all_tied_weights_keys", {})
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []), r"rotary_emb\.inv_freq"]
+    buffers = {name for name, _ in model.named_buffers()}  # old files may hold some that are computed by now
     unknown = [
         stored
         for name, stored in names.items()
-        if name not in weights and name not in tied and not any(re.search(pattern, name) for pattern in ignored)
+        if name not in {*weights, *tied, *buffers} and not any(re.search(pattern, name) for pattern in ignored)
     ]
     missing = [name for name in weights if name not in names and name not in zero_init]
     problems = [f"{name} is missing" for name in missing] + [f"{name} is unknown to the model" for name in unknown]
     if problems:
-        raise UserError(f"model {folder}: the weights do not fit {type(model).__name__}: {_some(problems)}")
+        cure = "" if missing else "; from_pretrained(...).save_pretrained(...) writes a folder without what is unknown"
+        raise UserError(f"model {folder}: the weights do not fit {type(model).__name__}: {_some(problems)}{cure}")
     return {name: names[name] for name in weights if name in names}
+
+
+def _check_ties(model: nn.Module, files: Mapping[str, Path], folder: Path) -> None:
+    """A file may hold a tied weight under both names, but then they must be equal."""
+    from safetensors import safe_open
+
+    for tied, first in getattr(model, "all_tied_weights_keys", {}).items():
+        if tied not in files or first not in files:
+            continue
+        slices = _slices(_weights(model)[first])
+        with safe_open(files[tied], framework="pt") as one, safe_open(files[first], framework="pt") as other:
+            if not torch.equal(one.get_slice(tied)[slices], other.get_slice(first)[slices]):
+                raise UserError(
+                    f"model {folder}: config.json ties {tied} to {first}, but the file holds two different tensors; "
+                    "set tie_word_embeddings to what is true"
+                )
 
 
 def _refuse_conversions(model: nn.Module, files: Iterable[str], folder: Path) -> None:
@@ -827,3 +872,38 @@ def _write_config(model: nn.Module, tokenizer: Any, folder: Path, *, dtype: torc
 def _sync_file(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+# ---- which run goes on -----------------------------------------------------------------------------------------------
+
+
+def find_run(
+    *, resume: bool, resume_from: str | None, run_dir: str | None, script: str
+) -> tuple[Path | None, Path | None]:
+    """(folder of the run, checkpoint to start from) for the arguments --resume, --resume-from and --run-dir.
+
+    (None or --run-dir, None): a new run. (folder, None): a run that ended before its first checkpoint starts again in its
+    folder. --resume alone takes the newest folder under runs/ that this script made.
+    Raises UserError when there is nothing of that name.
+    """
+    if not (resume or resume_from):
+        return (Path(run_dir) if run_dir else None), None
+    if resume_from:
+        path = Path(resume_from)
+        if not path.is_dir():
+            raise UserError(f"--resume-from {path}: no such folder")
+        if _STEP.fullmatch(path.name):  # a checkpoint: the run is two folders up
+            return path.resolve().parents[1], path
+    elif run_dir:
+        path = Path(run_dir)
+    else:
+        runs = Path("runs").glob(f"{Path(script).stem}-*")
+        path = max(
+            (run for run in runs if (run / "args.json").exists()), key=lambda run: run.stat().st_mtime, default=None
+        )
+        if path is None:
+            raise UserError(
+                f"--resume: no run of {Path(script).name} under {Path('runs').resolve()}; name one: --resume-from"
+            )
+        path = Path(_first(str(path)))
+    return path, Checkpointer(path / "checkpoints").latest() if path.exists() else None

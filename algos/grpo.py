@@ -1,0 +1,1116 @@
+"""GRPO: group relative policy optimisation (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300), in one file.
+
+For every prompt x the current policy samples a group of G responses o_1..o_G, each scored by a rule. A response is as
+good as it is better than its group, so no critic is needed (section 4.1.1 of the paper):
+
+    A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                                     advantage
+
+    J = E[ 1/N sum_i sum_t  min(rho_t A_i, clip(rho_t, 1 - eps_low, 1 + eps_high) A_i) - beta KL_t ]     equation 3
+
+with rho_t = pi(o_t) / pi_old(o_t), the probability ratio of token t after and before the updates of this step, and
+KL_t an estimate of KL(pi || pi_ref) at that token (equation 4 is --kl-estimator k3).
+
+Where this file departs from the paper, on purpose:
+  1. N counts the response tokens of the whole batch (DAPO, arXiv 2503.14476, eq. 8). The paper's mean within each
+     response first is --loss-denominator sequence-mean; Dr. GRPO's constant (arXiv 2503.20783) is `constant`.
+  2. beta is 0, so no reference model is held in memory. The paper's value is --kl-coef 0.04.
+  3. One optimizer step per rollout: pi_old is pi, rho is 1 and nothing is clipped, but the gradient is the policy
+     gradient all the same. More steps: --num-minibatches, --epochs.
+  4. The engine that samples and the trainer that learns round differently. The gap is measured in every step
+     (mismatch_*) and weighted away by truncated importance sampling, --tis-cap (Yao et al. 2025).
+
+    torchrun --nproc_per_node 2 algos/grpo.py                       # the embedded tiny task, on a CPU, in minutes
+    torchrun --nproc_per_node 1 algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files data/gsm8k/train.parquet
+    torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen2.5-3B --train-files data/countdown/train.parquet
+
+Shapes: P prompts and B = P x G sequences of this rank, b sequences of a micro-batch, L tokens of the longest of them
+(prompt and response), T tokens of its longest response, N its response tokens, H hidden size, V vocabulary.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from common import data, launch, memory
+from common.checkpoint import Checkpointer, export_hf, find_run, load_hf_weights, resolve_model
+from common.device import GIB, Device, get_device
+from common.launch import Phases, UserError, all_reduce_sums
+from common.rewards import Scorer, load_reward_fn
+from common.tracking import Column, Tracker
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
+
+# A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
+DEFAULTS = {"steps": 500, "lr": 1e-6, "warmup_steps": 10, "max_response_length": 1024, "eval_every": 20}
+TINY_DEFAULTS = {"steps": 60, "lr": 1e-4, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
+
+
+@dataclass
+class Args:
+    # -- model and data --
+    model: str = f"{TINY}/model"
+    """Folder or hub name of a Hugging Face causal language model."""
+    train_files: tuple[str, ...] = (f"{TINY}/train.parquet",)
+    """Parquet files, folders or globs with verl's five fields."""
+    test_files: tuple[str, ...] = (f"{TINY}/test.parquet",)
+    """The same for evaluation. No names: no evaluation."""
+    max_prompt_length: int = 512
+    """Prompts with more tokens, counted after the chat template, are dropped and counted."""
+    chat_template_kwargs: str = "{}"
+    """JSON passed to the chat template, for example '{"enable_thinking": false}'."""
+    reward_fn: str | None = None
+    """file.py:name of your own compute_score; by default the row's data_source picks the rule."""
+    reward_timeout: float = 5.0
+    """Seconds of wall time after which scoring a response is given up (score 0, counted)."""
+    strict_rewards: bool = False
+    """Stop the run when a reward function raises, instead of counting it in rewards/errors."""
+    trust_remote_code: bool = False
+    """Let the model's repository run its own Python code."""
+
+    # -- rollout --
+    prompts_per_step: int = 32
+    """Prompts in one step, over all ranks."""
+    group_size: int = 8
+    """Responses sampled for each prompt (G; the paper has 64)."""
+    max_response_length: int | None = None
+    """Longest response in tokens; default 1024, for the embedded task 48."""
+    temperature: float = 1.0
+    """Sampling temperature. Every log-prob is that of softmax(logits / temperature)."""
+    top_p: float = 1.0
+    """Must stay 1: training on a truncated distribution needs log-probs that the trainer does not have."""
+    top_k: int = 0
+    """Must stay 0 (off), for the same reason."""
+    rollout_tp: int = 1
+    """Ranks that share one engine (tensor parallel)."""
+    kv_cache_gib: float | None = None
+    """GiB of KV cache of an engine; default: what the step's sequences need, at most half of the free memory."""
+    engine_check_every: int = 0
+    """Compare engine and trainer log-probs after every n-th sync too; before the first step it is always done."""
+    engine_tolerance: float | None = None
+    """Largest mean |difference| of those log-probs; default 1e-3 in fp32, 0.1 in bf16."""
+
+    # -- algorithm --
+    scale_by_std: bool = True
+    """Divide the advantage by the group's standard deviation; Dr. GRPO does not."""
+    clip_low: float = 0.2
+    """Lower clip range of the ratio, eps_low (the paper's epsilon)."""
+    clip_high: float = 0.2
+    """Upper clip range of the ratio, eps_high (DAPO: 0.28)."""
+    kl_coef: float = 0.0
+    """Weight beta of the KL to the frozen starting model; 0 keeps no reference model (the paper: 0.04)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL (equation 4 is k3). In a loss only k2 has the gradient of the reverse KL; k1 has none."""
+    loss_denominator: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
+    """What the summed token losses are divided by: all tokens; each length, then sequences; max length x sequences."""
+    tis_cap: float = 2.0
+    """Cap of the importance weight pi_old / pi_engine of a token; 0 turns the correction off."""
+
+    # -- optimisation --
+    steps: int | None = None
+    """Rollout batches to train on; default 500, for the embedded task 60."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass over a rollout batch."""
+    epochs: int = 1
+    """Passes over each rollout batch."""
+    lr: float | None = None
+    """Peak learning rate of AdamW; default 1e-6 (the paper), for the embedded model 1e-4."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises from 0; default 10."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm."""
+    max_bad_updates: int = 3
+    """Stop after this many updates in a row that were skipped for a NaN or infinite gradient."""
+    micro_batch_tokens: int = 8192
+    """Padded tokens in one forward and backward pass of a rank."""
+    logits_chunk_rows: int = 1024
+    """Response tokens whose logits (rows x vocabulary, fp32) are in memory at a time."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute dtype of trainer and engine; master weights and optimizer are always fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more compute."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer in main memory, for accelerators."""
+    delay_gradient_reduction: bool = False
+    """Reduce gradients over ranks only at the last micro-batch: fewer collectives, one unsharded gradient in memory."""
+
+    # -- logging and checkpoints --
+    seed: int = 1
+    """Seed of everything random. The same command gives the same run."""
+    run_dir: str | None = None
+    """Folder of this run; default runs/<script>-<time>-<seed>."""
+    eval_every: int | None = None
+    """Evaluate before the first step, every n steps and after the last; 0: never. Default 20, embedded task 10."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of the evaluation; 0 is greedy."""
+    save_every: int = 0
+    """Write a checkpoint every n steps; 0: only when the run is told to stop (SIGTERM)."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, beside the best by evaluation."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint: of --run-dir, or else of the newest run of this script."""
+    resume_from: str | None = None
+    """The same from this run folder or checkpoint."""
+    export: bool = True
+    """Write the trained model as a Hugging Face folder, <run>/hf, at the end."""
+    export_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of that folder."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+    watchdog_s: float = 1800.0
+    """Seconds after which a phase counts as stuck: the run stops and names it."""
+    dry_run: int = 0
+    """Print the memory that each of this many ranks needs, without loading weights, and stop."""
+
+
+# -- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def compute_advantages(rewards: torch.Tensor, *, scale_by_std: bool) -> torch.Tensor:
+    """Advantage of each response over its group, section 4.1.2 of the paper. (P, G) -> (P, G), fp32.
+
+    Equal rewards give exactly 0, where rounding would leave a residue that the division by a tiny std blows up.
+    The std is the unbiased one. A group of one response has no spread, so its advantage is 0.
+    """
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    if scale_by_std and rewards.shape[1] > 1:
+        centred = centred / (rewards.std(dim=1, keepdim=True) + 1e-6)
+    all_equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return centred.masked_fill(all_equal, 0.0)
+
+
+def estimate_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman 2020, "Approximating KL divergence").
+
+    All three have the right mean (k2 to second order). As a loss they differ: the expected gradient of k2 is that of
+    the reverse KL, that of k3 belongs to the forward KL, and that of k1 is zero.
+    """
+    log_ratio = (logprobs - ref_logprobs).clamp(-20.0, 20.0)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return torch.exp(-log_ratio) - 1.0 + log_ratio  # k3, equation 4
+
+
+def token_weights(
+    response_mask: torch.Tensor, *, denominator: str, num_tokens: float, num_sequences: float, max_length: int
+) -> torch.Tensor:
+    """Weight of each token's loss, so that the loss of a batch is a plain sum over its micro-batches and ranks. (b, T)
+
+    `num_tokens` and `num_sequences` count the whole optimizer step over all ranks, never a micro-batch: the mean of
+    micro-batch means would weigh a token by the company it keeps.
+    """
+    if denominator == "token-mean":
+        return response_mask / num_tokens
+    if denominator == "sequence-mean":
+        return response_mask / response_mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+    return response_mask / (max_length * num_sequences)
+
+
+def compute_loss(
+    *,
+    new_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    weights: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    kl_coef: float,
+    kl_estimator: str,
+    tis_cap: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Equation 3 of the paper, negated. Arguments are (b, T), advantages (b,); `weights` as from `token_weights`.
+
+    Returns the loss and metrics, each summed over the response tokens: the caller divides by their global number.
+
+    In the first update after a rollout old_logprobs equals new_logprobs, the ratio is 1 and the loss is minus the mean
+    advantage, about 0. That is no fault: the gradient of the ratio is the gradient of new_logprobs.
+    """
+    log_ratio = ((new_logprobs - old_logprobs) * response_mask).clamp(-20.0, 20.0)  # (b, T)
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    advantages = advantages[:, None]
+    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    is_clipped = clipped_ratio * advantages < ratio * advantages
+
+    mismatch = ((old_logprobs - rollout_logprobs) * response_mask).detach().clamp(-20.0, 20.0)
+    importance = mismatch.exp()
+    if tis_cap > 0:
+        objective = objective * importance.clamp(max=tis_cap)
+
+    token_loss = -objective
+    metrics = {
+        "clip_fraction": (is_clipped * response_mask).sum(),
+        "approx_kl": (-log_ratio * response_mask).sum(),  # k1 estimate of KL(pi_old || pi)
+        "mismatch_kl": (-mismatch).sum(),  # k1 estimate of KL(engine || trainer)
+        "mismatch_abs": mismatch.abs().sum(),
+        "tis_capped": ((importance > tis_cap) * response_mask).sum()
+        if tis_cap > 0
+        else torch.zeros_like(weights).sum(),
+    }
+    if ref_logprobs is not None:
+        kl = estimate_kl(new_logprobs, ref_logprobs, kl_estimator)
+        token_loss = token_loss + kl_coef * kl
+        metrics["kl_ref"] = (kl * response_mask).sum()
+
+    # where, not a product: 0 x inf in a padded position would be NaN
+    loss = torch.where(response_mask > 0, token_loss * weights, 0.0).sum()
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+# -- shared blocks: the same in every script --------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """One prompt and one response to it. Token ids are the truth; the text only serves the rewards."""
+
+    prompt: data.Prompt
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    text: str
+    truncated: bool
+    reward: float = 0.0
+    advantage: float = 0.0
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class MicroBatch:
+    """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
+
+    input_ids: torch.Tensor  # (b, L)
+    rows: torch.Tensor  # (N,) row of each response token in input_ids
+    columns: torch.Tensor  # (N,) its column there
+    offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
+    response_mask: torch.Tensor  # (b, T) fp32, 1 on response tokens, the EOS included
+    advantages: torch.Tensor  # (b,)
+    rollout_logprobs: torch.Tensor  # (b, T)
+    old_logprobs: torch.Tensor | None  # (b, T)
+    ref_logprobs: torch.Tensor | None  # (b, T)
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """log_softmax(hidden @ head.T / temperature) at the targets, with the logits of only a few rows in memory.
+
+    Forward keeps one number a row; backward computes the logits of each chunk again. All of softmax is fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden (N, H), head (V, H), targets (N,) -> log-probs (N,) and entropies (N,), fp32."""
+        logprobs, entropies, normalisers = [], [], []
+        for rows, ids in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
+            logits = (rows @ head.T).float() / temperature  # (chunk, V)
+            normaliser = logits.logsumexp(dim=1)
+            logprobs.append(logits.gather(1, ids[:, None])[:, 0] - normaliser)
+            probs = (logits - normaliser[:, None]).exp_()
+            entropies.append(normaliser - torch.einsum("nv,nv->n", probs, logits))
+            normalisers.append(normaliser)
+        ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers))
+        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+        """d logprob / d logits = (onehot(target) - softmax) / temperature."""
+        hidden, head, targets, normalisers = ctx.saved_tensors
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        for start in range(0, len(hidden), ctx.chunk_rows):
+            chunk = slice(start, start + ctx.chunk_rows)
+            scale = grad[chunk, None] / ctx.temperature
+            probs = ((hidden[chunk] @ head.T).float() / ctx.temperature - normalisers[chunk, None]).exp_()
+            grad_logits = probs.mul_(-scale).scatter_add_(1, targets[chunk, None], scale).to(head.dtype)
+            grad_hidden[chunk] = grad_logits @ head
+            grad_head.addmm_(grad_logits.T, hidden[chunk])
+        return grad_hidden, grad_head, None, None, None
+
+
+def token_logprobs(
+    self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of each response token (N,). A forward method of the model, so that FSDP gathers its head.
+
+    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
+    """
+    hidden = self.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (b, L, H)
+    hidden = hidden[batch.rows, batch.columns - 1]  # (N, H): position t - 1 predicts token t
+    targets = batch.input_ids[batch.rows, batch.columns]
+    return HeadLogprobs.apply(hidden, self.get_output_embeddings().weight, targets, temperature, chunk_rows)
+
+
+def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) -> nn.Module:
+    """The model of `folder`, sharded over all ranks by FSDP2; no rank ever holds all of it.
+
+    It is built without memory, sharded, and only then given memory and weights, each rank reading its own slices.
+    A trainable model keeps fp32 master weights and computes in args.dtype; a frozen one is stored in that dtype.
+    """
+    compute_dtype = DTYPES[args.dtype]
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32 if trainable else compute_dtype,
+            attn_implementation=device.attn_implementation(),
+            trust_remote_code=args.trust_remote_code,
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the same tokens must get the same log-probs twice
+    model.config.attention_dropout = 0.0
+    model.requires_grad_(trainable)
+    model.train()  # transformers checkpoints gradients only in training mode
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if args.cpu_offload and device.is_accelerator else OffloadPolicy()
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.to_empty(device="cpu" if args.cpu_offload else device.torch_device)
+    load_hf_weights(model, folder)
+
+    model.token_logprobs = MethodType(token_logprobs, model)
+    register_fsdp_forward_method(model, "token_logprobs")
+    return model
+
+
+def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
+    """One vLLM engine for every `rollout_tp` ranks, inside their processes. Its weights arrive by `sync_weights`."""
+    device.prepare_engine()
+    from vllm import LLM
+
+    device.patch_engine()
+    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // dist.get_world_size()
+    max_length = args.max_prompt_length + args.max_response_length
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    llm = LLM(
+        model=str(folder),
+        load_format="dummy",
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[args.dtype],
+        max_model_len=max_length,
+        max_num_seqs=min(sequences, 1024),
+        kv_cache_memory_bytes=memory.kv_cache_bytes(config, args, device, sequences=sequences, max_length=max_length),
+        tensor_parallel_size=args.rollout_tp,
+        distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
+        logprobs_mode="processed_logprobs",  # of softmax(logits / temperature), as in the trainer
+        generation_config="vllm",  # no sampling defaults from the model's folder
+        async_scheduling=False,
+        seed=args.seed,
+        trust_remote_code=args.trust_remote_code,
+        **device.engine_kwargs(),
+    )
+    if device.can_sleep:
+        llm.sleep(level=2)
+    return llm
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under its Hugging Face name, unsharded, in compute dtype: one all-gather, and one copy, per layer.
+
+    A tied head comes beside the embedding, for engines that pack the head apart. What the root holds (embedding,
+    norm, head) is cloned, since the engine may look at it after it is sharded again.
+    """
+    for prefix, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.unshard()
+        for name, weight in module.named_parameters(prefix=prefix, remove_duplicate=False):
+            if not isinstance(weight, DTensor):  # weights of modules that are still sharded have their own turn
+                name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+                yield name, weight.detach().clone() if module is model else weight.detach()
+        module.reshard()
+
+
+def engine_weight_names(engine_model: nn.Module) -> set[str]:
+    """Hugging Face names of all parameters of the engine; a fused one (qkv_proj) counts as its parts."""
+    fused = getattr(engine_model, "packed_modules_mapping", {})
+    names = set()
+    for name, _ in engine_model.named_parameters():
+        whole = next((key for key in fused if f".{key}." in name), None)
+        names |= {name.replace(whole, part) for part in fused[whole]} if whole else {name}
+    return names
+
+
+@torch.no_grad()
+def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
+    """Hand the trainer's weights to the engine. Raises when the engine owns one that was not sent, or knows none such.
+
+    On accelerators the engine wakes for it in two stages, so that weights in flight and KV cache are never both there.
+    """
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["weights"])
+    sent = set()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights(model):
+            sent.add(name)
+            yield name, weight
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(), "is_checkpoint_format": True})
+    owned = llm.apply_model(engine_weight_names)[0]
+    if owned - sent:
+        raise RuntimeError(f"weight sync left these engine weights unassigned: {sorted(owned - sent)}")
+    if sent - owned - {"lm_head.weight"}:
+        raise RuntimeError(f"weight sync sent names that the engine does not have: {sorted(sent - owned)}")
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["kv_cache"])
+    if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
+        raise RuntimeError("the engine did not drop its prefix cache: a request still holds blocks of it")
+
+
+def rollout(
+    llm: "LLM",
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[data.Prompt],
+    *,
+    seeds: list[int],
+    group_size: int,
+    temperature: float,
+    max_tokens: int,
+    stop_token_ids: list[int],
+    tp_group: dist.ProcessGroup | None,
+) -> list[Sample]:
+    """Sample `group_size` responses to each prompt: P prompts -> P x G samples, those of a prompt side by side.
+
+    Response j to a prompt is sampled with seed seeds[prompt] + j, whatever else is in the batch. Ranks that share an
+    engine put their prompts together, and each keeps the responses to its own.
+    """
+    from vllm import SamplingParams
+
+    requests = [
+        (prompt.prompt_ids, seed + j) for prompt, seed in zip(prompts, seeds, strict=True) for j in range(group_size)
+    ]
+    first = 0
+    if tp_group is not None:
+        gathered: list[list] = [None] * dist.get_world_size(tp_group)
+        dist.all_gather_object(gathered, requests, group=tp_group)
+        first = sum(len(part) for part in gathered[: dist.get_rank(tp_group)])
+        all_requests = [request for part in gathered for request in part]
+    else:
+        all_requests = requests
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for _, seed in all_requests
+    ]
+    outputs = (
+        llm.generate([{"prompt_token_ids": ids} for ids, _ in all_requests], params, use_tqdm=False) if params else []
+    )
+    samples = []
+    for i, output in enumerate(outputs[first : first + len(requests)]):
+        response = output.outputs[0]
+        samples.append(
+            Sample(
+                prompt=prompts[i // group_size],
+                response_ids=list(response.token_ids),
+                rollout_logprobs=list(response.logprobs.logprobs),
+                text=tokenizer.decode(response.token_ids, skip_special_tokens=True),
+                truncated=response.finish_reason == "length",
+            )
+        )
+    return samples
+
+
+def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+
+    Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
+    """
+    micro_batches: list[list[Sample]] = []
+    width = 0
+    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
+        if not micro_batches or (len(micro_batches[-1]) + 1) * width > max_tokens:
+            micro_batches.append([])
+            width = sample.num_tokens
+        micro_batches[-1].append(sample)
+    count = torch.tensor([len(micro_batches)], device=device.torch_device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
+
+
+def collate(samples: list[Sample], device: Device) -> MicroBatch:
+    """Pad samples on the right. No samples: one row of two tokens whose response token counts for nothing."""
+    ids = [sample.prompt.prompt_ids + sample.response_ids for sample in samples] or [[0, 0]]
+    response_lengths = [len(sample.response_ids) for sample in samples] or [1]
+    width = max(response_lengths)
+
+    def padded(values: list[Any], length: int, dtype: torch.dtype) -> torch.Tensor:
+        rows = [F.pad(torch.as_tensor(value, dtype=dtype), (0, length - len(value))) for value in values]
+        return torch.stack(rows).to(device.torch_device, non_blocking=True)
+
+    def optional(name: str) -> torch.Tensor | None:
+        values = [getattr(sample, name) for sample in samples] or [torch.zeros(1)]
+        return None if values[0] is None else padded(values, width, torch.float32)
+
+    mask = padded([[1.0] * length for length in response_lengths], width, torch.float32)
+    rows = [row for row, length in enumerate(response_lengths) for _ in range(length)]
+    offsets = [t for length in response_lengths for t in range(length)]
+    columns = [len(ids[row]) - response_lengths[row] + t for row, t in zip(rows, offsets, strict=True)]
+    return MicroBatch(
+        input_ids=padded(ids, max(map(len, ids)), torch.long),
+        rows=torch.tensor(rows, device=device.torch_device),
+        columns=torch.tensor(columns, device=device.torch_device),
+        offsets=torch.tensor(offsets, device=device.torch_device),
+        response_mask=mask if samples else torch.zeros_like(mask),
+        advantages=torch.tensor([sample.advantage for sample in samples] or [0.0], device=device.torch_device),
+        rollout_logprobs=padded([sample.rollout_logprobs for sample in samples] or [[0.0]], width, torch.float32),
+        old_logprobs=optional("old_logprobs"),
+        ref_logprobs=optional("ref_logprobs"),
+    )
+
+
+def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the response tokens, (b, T) fp32, 0 in padded positions."""
+    logprobs, entropies = model.token_logprobs(batch, args.temperature, args.logits_chunk_rows)
+    zeros, index = torch.zeros_like(batch.response_mask), (batch.rows, batch.offsets)
+    return zeros.index_put(index, logprobs), zeros.index_put(index, entropies)
+
+
+@torch.no_grad()
+def check_engine(
+    llm: "LLM",
+    tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module,
+    prompts: list[data.Prompt],
+    args: Args,
+    device: Device,
+    **rollout_kwargs: Any,
+) -> float:
+    """Sample a few tokens and compare the engine's log-probs of them with the trainer's: the mean |difference|.
+
+    Raises when it exceeds the tolerance on any rank: an engine that is not what the trainer thinks it is makes every
+    step that follows worthless.
+    """
+    samples = rollout(
+        llm,
+        tokenizer,
+        prompts,
+        seeds=[args.seed] * len(prompts),
+        group_size=1,
+        temperature=args.temperature,
+        max_tokens=min(16, args.max_response_length),
+        **rollout_kwargs,
+    )
+    batch = collate(samples, device)
+    logprobs, _ = compute_logprobs(model, batch, args)
+    gap = ((logprobs - batch.rollout_logprobs).abs() * batch.response_mask).sum() / batch.response_mask.sum().clamp(
+        min=1
+    )
+    dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+    tolerance = args.engine_tolerance or {"fp32": 1e-3, "bf16": 0.1}[args.dtype]
+    if not gap <= tolerance:  # also true for NaN
+        mine = float((logprobs * batch.response_mask).sum() / batch.response_mask.sum())
+        theirs = float((batch.rollout_logprobs * batch.response_mask).sum() / batch.response_mask.sum())
+        raise RuntimeError(
+            f"engine and trainer disagree: mean log-prob of the same tokens {theirs:.6f} (engine) and {mine:.6f} (trainer), "
+            f"mean |difference| {float(gap):.3g}, allowed {tolerance:.3g} (--engine-tolerance)"
+        )
+    return float(gap)
+
+
+def evaluate(
+    llm: "LLM",
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: data.PromptDataset,
+    scorer: Scorer,
+    args: Args,
+    device: Device,
+    **rollout_kwargs: Any,
+) -> dict[str, float]:
+    """Sample one response to every test prompt: {"accuracy", "reward", "response_length", "truncated"}, over all ranks.
+
+    The seeds depend on the run's seed and the row alone: every evaluation of a run draws with the same luck, and none
+    touches a generator that training uses.
+    """
+    rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    samples = rollout(
+        llm,
+        tokenizer,
+        [dataset[row] for row in rows],
+        seeds=[sampling_seed(args.seed, step=-1, row=row) for row in rows],
+        group_size=1,
+        temperature=args.eval_temperature,
+        max_tokens=args.max_response_length,
+        **rollout_kwargs,
+    )
+    score(scorer, samples)
+    sums = {
+        "accuracy": sum(sample.reward >= 1.0 for sample in samples),
+        "reward": sum(sample.reward for sample in samples),
+        "response_length": sum(len(sample.response_ids) for sample in samples),
+        "truncated": sum(sample.truncated for sample in samples),
+    }
+    return {name: total / len(dataset) for name, total in all_reduce_sums(sums, device).items()}
+
+
+def score(scorer: Scorer, samples: list[Sample]) -> dict[str, float]:
+    """Fill in the samples' rewards; returns the scorer's metrics."""
+    rewards, metrics = scorer(
+        [sample.prompt.data_source for sample in samples],
+        [sample.text for sample in samples],
+        [sample.prompt.ground_truth for sample in samples],
+        [sample.prompt.extra_info for sample in samples],
+        [len(sample.response_ids) for sample in samples],
+    )
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+    return metrics
+
+
+def sampling_seed(seed: int, *, step: int, row: int) -> int:
+    """Seed of a prompt's first response: differs by run, step and row, and leaves room for its group."""
+    return hash((seed, step, row)) % 2**40 * 2**20  # hashes of integers are the same in every process
+
+
+def resolve_args(args: Args, device: Device) -> None:
+    """Fill in the defaults that depend on model and device, and refuse, in one line each, what cannot work."""
+    for name, value in (TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.dtype == "auto":
+        args.dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[device.default_dtype()]
+    world_size = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+
+    for name in ("prompts_per_step", "group_size", "max_response_length", "rollout_tp", "num_minibatches", "epochs",
+                 "steps", "micro_batch_tokens", "logits_chunk_rows", "max_prompt_length"):  # fmt: skip
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+    if args.temperature <= 0:
+        raise UserError(f"--temperature {args.temperature}: training needs a temperature above 0")
+    if args.top_p != 1.0 or args.top_k > 0:
+        raise UserError(
+            f"--top-p {args.top_p} --top-k {args.top_k}: training samples from the full distribution, since the trainer's "
+            "log-probs are; use --top-p 1 --top-k 0 and lower --temperature instead"
+        )
+    if args.prompts_per_step % world_size:
+        raise UserError(f"--prompts-per-step {args.prompts_per_step} does not divide over {world_size} ranks")
+    if world_size % args.rollout_tp:
+        raise UserError(f"--rollout-tp {args.rollout_tp} does not divide {world_size} ranks")
+    sequences = args.prompts_per_step * args.group_size // world_size
+    if sequences % args.num_minibatches:
+        raise UserError(
+            f"--num-minibatches {args.num_minibatches} does not divide the {sequences} sequences of a rank "
+            f"(--prompts-per-step {args.prompts_per_step} x --group-size {args.group_size} / {world_size} ranks)"
+        )
+    if args.max_prompt_length + args.max_response_length > args.micro_batch_tokens:
+        raise UserError(
+            f"--micro-batch-tokens {args.micro_batch_tokens} is less than one longest sequence: --max-prompt-length "
+            f"{args.max_prompt_length} + --max-response-length {args.max_response_length}"
+        )
+    parse_template_kwargs(args.chat_template_kwargs)
+
+
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """The JSON object of --chat-template-kwargs."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(
+            f"--chat-template-kwargs {text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'"
+        )
+    return value
+
+
+def lr_factor(update: int, *, warmup: int, total: int, decay: str) -> float:
+    """Learning rate of an update (counted from 0) as a share of its peak."""
+    if update < warmup:
+        return (update + 1) / warmup
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[decay]
+
+
+COLUMNS = [
+    Column("reward", "reward"),
+    Column("accuracy", "acc"),
+    Column("response_length", "length", ".1f"),
+    Column("entropy", "entropy"),
+    Column("mismatch_abs", "mismatch", ".1e"),
+    Column("grad_norm", "grad", ".2f"),
+    Column("perf/tokens_per_s", "tok/s", ",.0f"),
+    Column("time/step", "s/step", ".1f"),
+]
+
+
+def make_tp_group(size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `size` neighbours that share an engine; None when every rank has its own."""
+    if size == 1:
+        return None
+    mine = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)  # a collective: every rank takes part in making every group
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def split_minibatches(samples: list[Sample], args: Args) -> Iterator[list[Sample]]:
+    """The samples of each optimizer step. Striding spreads every group over the minibatches of an epoch."""
+    for _ in range(args.epochs):
+        for first in range(args.num_minibatches):
+            yield samples[first :: args.num_minibatches]
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradient down to `max_norm`; returns its norm before, over all ranks."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def apply_update(
+    optimizer: torch.optim.Optimizer, grad_norm: float, bad_updates: int, step: int, args: Args, tracker: Tracker
+) -> int:
+    """Step the optimizer, unless the gradient is NaN or infinite: then weights and moments stay as they are.
+
+    The norm is the same on all ranks, so all of them skip. Returns how many updates in a row were skipped, and raises
+    when they are --max-bad-updates.
+    """
+    if math.isfinite(grad_norm):
+        optimizer.step()
+        bad_updates = 0
+    else:
+        bad_updates += 1
+        tracker.note(f"warning: step {step}: gradient norm {grad_norm}, update skipped ({bad_updates} in a row)")
+    optimizer.zero_grad()
+    if bad_updates >= args.max_bad_updates:
+        raise RuntimeError(f"{bad_updates} updates in a row had a NaN or infinite gradient")
+    return bad_updates
+
+
+def reduce_metrics(
+    sums: dict[str, torch.Tensor], samples: list[Sample], advantages: torch.Tensor, device: Device
+) -> dict[str, float]:
+    """Means over all ranks: `sums` over the trained tokens, rewards and lengths over the sequences, groups over groups."""
+    sequence_sums = {
+        "reward": sum(sample.reward for sample in samples),
+        "accuracy": sum(sample.reward >= 1.0 for sample in samples),
+        "response_length": sum(len(sample.response_ids) for sample in samples),
+        "truncated": sum(sample.truncated for sample in samples),
+    }
+    totals = all_reduce_sums(
+        sums
+        | sequence_sums
+        | {
+            "zero_advantage_groups": (advantages == 0).all(dim=1).sum(),
+            "prompt_tokens": sum(len(sample.prompt.prompt_ids) for sample in samples),
+            "sequences": len(samples),
+            "groups": len(advantages),
+        },
+        device,
+    )
+    metrics = {name: totals[name] / totals["tokens"] for name in sums if name not in ("tokens", "loss")}
+    metrics |= {name: totals[name] / totals["sequences"] for name in sequence_sums}
+    metrics["loss"] = totals["loss"]
+    metrics["zero_advantage_groups"] = totals["zero_advantage_groups"] / totals["groups"]
+    metrics["tokens"] = totals["prompt_tokens"] + totals["response_length"]
+    return metrics
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def main(args: Args) -> None:
+    # ==== Set-up ====
+    device = get_device()
+    resolve_args(args, device)
+    data.check_files(args.train_files + args.test_files)
+    reward_fn = load_reward_fn(args.reward_fn)
+    if args.dry_run:
+        print(memory.table(resolve_model(args.model), args, ranks=args.dry_run, frozen_models=int(args.kl_coef > 0)))
+        return
+    rank, world_size = launch.init_distributed(device, timeout_s=args.watchdog_s)
+    folder = resolve_model(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    load_prompts = partial(
+        data.load_prompts,
+        tokenizer=tokenizer,
+        max_prompt_length=args.max_prompt_length,
+        chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
+    )
+    train_data = load_prompts(args.train_files)
+    test_data = load_prompts(args.test_files) if args.test_files and args.eval_every else None
+    for dataset in filter(None, (train_data, test_data)):
+        reward_fn.check(dataset.data_sources)
+    if len(train_data) < world_size:
+        raise UserError(f"{world_size} ranks but only {len(train_data)} prompts to train on: use fewer ranks")
+    sampler = data.BatchSampler(
+        len(train_data), args.prompts_per_step, seed=args.seed, rank=rank, world_size=world_size
+    )
+    scorer = Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
+
+    run_dir, checkpoint = find_run(
+        resume=args.resume, resume_from=args.resume_from, run_dir=args.run_dir, script=__file__
+    )
+    tracker = Tracker(
+        args,
+        script=__file__,
+        rank=rank,
+        total_steps=args.steps,
+        columns=COLUMNS,
+        run_dir=run_dir,
+        resume=args.resume or checkpoint is not None,
+        wandb_project=args.wandb_project,
+    )
+    checkpointer = Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
+    phases = Phases(device, watchdog_s=args.watchdog_s)
+    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {len(train_data):,} prompts to train on")
+
+    with phases("setup"):
+        device.seed(args.seed)
+        model = shard_model(folder, args, device, trainable=True)
+        ref_model = shard_model(folder, args, device, trainable=False) if args.kl_coef > 0 else None
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
+        )
+        modules = {"policy": (model, optimizer)}
+        step, update, bad_updates, best_accuracy, first_eval = 0, 0, 0, 0.0, None
+        if checkpoint:
+            state, rank_state = checkpointer.load(checkpoint, modules=modules)
+            step, update = state["step"], state["update"]
+            best_accuracy, first_eval = state["best_accuracy"], state["first_eval"]
+            sampler.load_state_dict(state["sampler"])
+        if args.resume or checkpoint:
+            tracker.resume(step)
+        llm = build_engine(folder, args, device)
+        sync_weights(llm, model, device)
+        sampling = {
+            "llm": llm,
+            "tokenizer": tokenizer,
+            "stop_token_ids": data.stop_token_ids(tokenizer, folder),
+            "tp_group": make_tp_group(args.rollout_tp),
+        }
+        gap = check_engine(model, [train_data[i] for i in range(min(4, len(train_data)))], args, device, **sampling)
+        tracker.note(f"engine and trainer agree: mean |log-prob difference| {gap:.1e}")
+        device.seed(args.seed)  # the engine's start-up draws from the global generators
+        if checkpoint and rank_state:
+            device.set_rng_state(rank_state["rng"])
+
+    updates_per_step = args.epochs * args.num_minibatches
+    if test_data and first_eval is None:
+        first_eval = last_eval = evaluate(test_data, scorer, args, device, **sampling)
+        tracker.log_eval(0, {f"eval/{name}": value for name, value in first_eval.items()})
+
+    while step < args.steps:
+        step += 1
+        start = time.perf_counter()
+        phases.reset()
+
+        # ==== 1. Rollout ====
+        with phases("rollout"):
+            prompts = [train_data[row] for row in sampler.next_batch()]
+            samples = rollout(
+                prompts=prompts,
+                seeds=[sampling_seed(args.seed, step=step, row=prompt.index) for prompt in prompts],
+                group_size=args.group_size,
+                temperature=args.temperature,
+                max_tokens=args.max_response_length,
+                **sampling,
+            )
+            if device.can_sleep:
+                llm.sleep(level=2)  # weights and KV cache are dropped: the next sync brings all weights
+
+        # ==== 2. Rewards ====
+        with phases("rewards"):
+            reward_metrics = score(scorer, samples)
+
+        # ==== 3. Advantages ====
+        rewards = torch.tensor([sample.reward for sample in samples]).view(-1, args.group_size)  # (P, G)
+        advantages = compute_advantages(rewards, scale_by_std=args.scale_by_std)
+        for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
+            sample.advantage = advantage
+
+        # ==== 4. Old and reference logprobs ====
+        with phases("logprobs"), torch.no_grad():
+            # With one update per rollout the update's own logprobs are the old ones: no pass is needed for them.
+            passes = [("old_logprobs", model)] if updates_per_step > 1 else []
+            passes += [("ref_logprobs", ref_model)] if ref_model is not None else []
+            for name, scored_by in passes:
+                for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
+                    logprobs, _ = compute_logprobs(scored_by, collate(micro_batch, device), args)
+                    for sample, row in zip(micro_batch, logprobs, strict=False):
+                        setattr(sample, name, row[: len(sample.response_ids)].clone())
+
+        # ==== 5. Update ====
+        sums: dict[str, torch.Tensor | float] = {}
+        with phases("update"):
+            for minibatch in split_minibatches(samples, args):
+                counts = {"tokens": sum(len(s.response_ids) for s in minibatch), "sequences": len(minibatch)}
+                counts = all_reduce_sums(counts, device)
+                micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
+                for i, micro_batch in enumerate(micro_batches):
+                    if args.delay_gradient_reduction:
+                        model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+                    batch = collate(micro_batch, device)
+                    new_logprobs, entropy = compute_logprobs(model, batch, args)
+                    loss, metrics = compute_loss(
+                        new_logprobs=new_logprobs,
+                        old_logprobs=new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+                        rollout_logprobs=batch.rollout_logprobs,
+                        ref_logprobs=batch.ref_logprobs,
+                        advantages=batch.advantages,
+                        response_mask=batch.response_mask,
+                        weights=token_weights(
+                            batch.response_mask,
+                            denominator=args.loss_denominator,
+                            num_tokens=counts["tokens"],
+                            num_sequences=counts["sequences"],
+                            max_length=args.max_response_length,
+                        ),
+                        clip_low=args.clip_low,
+                        clip_high=args.clip_high,
+                        kl_coef=args.kl_coef,
+                        kl_estimator=args.kl_estimator,
+                        tis_cap=args.tis_cap,
+                    )
+                    (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
+                    metrics |= {"entropy": (entropy * batch.response_mask).sum(), "tokens": batch.response_mask.sum()}
+                    for name, value in (metrics | {"loss": loss.detach()}).items():
+                        sums[name] = sums.get(name, 0.0) + value
+
+                for group in optimizer.param_groups:
+                    group["lr"] = args.lr * lr_factor(
+                        update,
+                        warmup=args.warmup_steps * updates_per_step,
+                        total=args.steps * updates_per_step,
+                        decay=args.lr_decay,
+                    )
+                grad_norm = clip_gradients(model, args.max_grad_norm)
+                bad_updates = apply_update(optimizer, grad_norm, bad_updates, step, args, tracker)
+                update += 1
+
+        # ==== 6. Sync weights ====
+        with phases("sync"):
+            sync_weights(llm, model, device)
+            if args.engine_check_every and step % args.engine_check_every == 0:
+                check_engine(model, prompts[:4], args, device, **sampling)
+
+        # ==== 7. Log, evaluate, save ====
+        metrics = reduce_metrics(sums, samples, advantages, device)
+        metrics |= all_reduce_sums(reward_metrics, device)
+        metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "bad_updates": bad_updates}
+        metrics |= {f"time/{name}": seconds for name, seconds in phases.seconds.items()}
+        metrics["time/step"] = time.perf_counter() - start
+        metrics["perf/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step"]
+        metrics["perf/peak_memory_gib"] = device.peak_memory() / GIB
+        tracker.log(step, metrics)
+        tracker.log_samples(
+            step,
+            [
+                {
+                    "prompt": tokenizer.decode(s.prompt.prompt_ids),
+                    "response": s.text,
+                    "reward": s.reward,
+                    "answer": s.prompt.ground_truth,
+                }
+                for s in samples[: args.group_size]
+            ],
+        )
+
+        last, stop = step == args.steps, launch.stop_requested(device)
+        accuracy = None
+        if test_data and (last or step % args.eval_every == 0):
+            with phases("evaluate"):
+                last_eval = evaluate(test_data, scorer, args, device, **sampling)
+            tracker.log_eval(step, {f"eval/{name}": value for name, value in last_eval.items()})
+            accuracy = last_eval["accuracy"]
+            best_accuracy = max(best_accuracy, accuracy)
+        if stop or (args.save_every and (last or step % args.save_every == 0)):
+            with phases("save"):
+                checkpointer.save(
+                    step,
+                    modules=modules,
+                    extra={
+                        "step": step,
+                        "update": update,
+                        "sampler": sampler.state_dict(),
+                        "best_accuracy": best_accuracy,
+                        "first_eval": first_eval,
+                    },
+                    rank_state={"rng": device.rng_state()},
+                    score=accuracy,
+                )
+        if stop and not last:
+            checkpointer.wait()
+            tracker.note(f"stopped after step {step}; go on with --resume-from {tracker.run_dir}")
+            break
+
+    # ==== The end ====
+    checkpointer.wait()
+    if args.export and step == args.steps:
+        export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
+    curve = tracker.plot(
+        {
+            "accuracy": ["accuracy", "eval/accuracy"],
+            "response length (tokens)": ["response_length", "eval/response_length"],
+        }
+    )
+    summary = {"steps": step}
+    if test_data and step == args.steps:
+        for name in ("accuracy", "response_length"):
+            summary[name] = f"{first_eval[name]:.3f} -> {last_eval[name]:.3f}"
+    tracker.summary(summary | {"run folder": tracker.run_dir, "learning curve": curve})
+    tracker.finish()
+    scorer.close()
+
+
+if __name__ == "__main__":
+    launch.launch(main, Args)

@@ -1,0 +1,110 @@
+"""How much memory a run needs, by arithmetic: the size of the engine's KV cache, and the table of `--dry-run`.
+
+Nothing is loaded: the model is built on the meta device, where a parameter is only a shape.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from common.device import GIB, Device, get_device
+
+FREE_MEMORY_SHARE = 0.5
+"""At most this share of the memory that is free when the engine is built becomes KV cache."""
+
+
+def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
+    """Bytes of keys and values that one token leaves in all layers."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * {"bf16": 2, "fp32": 4}[dtype]
+
+
+def kv_cache_bytes(config: PretrainedConfig, args: Any, device: Device, *, sequences: int, max_length: int) -> int:
+    """Bytes of KV cache for one rank's share of an engine: `--kv-cache-gib`, or what `sequences` full-length ones need.
+
+    More would lie idle; with less the engine still works, running the sequences in turns. One sequence always fits.
+    """
+    if args.kv_cache_gib is not None:
+        return int(args.kv_cache_gib * GIB)
+    blocks = math.ceil(max_length / 128) + 1  # the largest block that vLLM uses by default, and one being filled
+    per_sequence = blocks * 128 * kv_bytes_per_token(config, args.dtype) // args.rollout_tp
+    ranks_here = 1 if device.is_accelerator else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    limit = int(device.memory()[0] * FREE_MEMORY_SHARE / ranks_here)
+    return max(per_sequence * 2, min(per_sequence * sequences, limit))
+
+
+def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Device) -> dict[str, float]:
+    """Bytes on each of `ranks` ranks, by what takes them. Parameters and optimizer are exact, activations an estimate.
+
+    `frozen_models` counts models beside the trained one (a reference, a teacher) of the same size.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    compute = {"bf16": 2, "fp32": 4}[args.dtype]
+    parameters = sum(p.numel() for p in model.parameters())
+    layers = model.get_decoder().layers
+    layer = sum(p.numel() for p in layers[0].parameters())
+    root = parameters - sum(p.numel() for p in layers.parameters())
+
+    text = config.get_text_config()
+    tokens = args.micro_batch_tokens
+    attention = sum(
+        p.shape[0]
+        for name, p in layers[0].named_parameters()
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    )
+    mlp = getattr(text, "intermediate_size", 4 * text.hidden_size)
+    # What autograd keeps of a layer for each token: inputs and outputs of its norms and residuals, of q, k, v and their
+    # rotated forms, and of the three MLP products.
+    layer_activations = tokens * compute * (6 * text.hidden_size + 2 * attention + 4 * mlp)
+    layer_inputs = tokens * compute * text.hidden_size * len(layers)
+    kept = layer_inputs + layer_activations if args.gradient_checkpointing else layer_activations * len(layers)
+
+    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // ranks
+    length = args.max_prompt_length + args.max_response_length
+    kv = kv_cache_bytes(config, args, device, sequences=sequences, max_length=length)
+    return {
+        "parameters, fp32 master (sharded)": 4 * parameters / ranks,
+        "gradients, fp32 (sharded)": 4 * parameters / ranks,
+        "AdamW moments, fp32 (sharded)": 8 * parameters / ranks,
+        "frozen models (sharded)": frozen_models * compute * parameters / ranks,
+        "two layers gathered, with gradients": 2 * 2 * compute * layer,
+        "embedding and head gathered, with gradients": 2 * compute * root,
+        "unsharded gradient until the last micro-batch": compute * parameters * args.delay_gradient_reduction,
+        f"activations of {tokens:,} tokens (estimate)": kept,
+        f"logits, {args.logits_chunk_rows:,} rows x {text.vocab_size:,}": 3
+        * 4
+        * args.logits_chunk_rows
+        * text.vocab_size,
+        "engine weights": compute * parameters / args.rollout_tp,
+        "engine KV cache": kv,
+    }
+
+
+def table(folder: Path, args: Any, *, ranks: int, frozen_models: int) -> str:
+    """The plan as text: GiB a rank, the total while training and while sampling, and what the device has."""
+    device = get_device()
+    rows = plan(folder, args, ranks=ranks, frozen_models=frozen_models, device=device)
+    offloaded = args.cpu_offload and device.is_accelerator
+    resident = sum(size for name, size in rows.items() if "sharded)" in name and not offloaded)
+    engine = rows["engine weights"] + rows["engine KV cache"]
+    training = resident + sum(s for name, s in rows.items() if "sharded)" not in name and not name.startswith("engine"))
+    width = max(map(len, rows)) + 2
+    lines = [f"{folder}: {ranks} ranks, {args.dtype} compute, GiB on each rank", ""]
+    lines += [f"  {name.ljust(width)}{size / GIB:9.3f}" for name, size in rows.items() if size]
+    lines += [
+        "",
+        f"  {'while training'.ljust(width)}{(training + (0 if device.can_sleep else engine)) / GIB:9.3f}"
+        + ("   (the engine sleeps)" if device.can_sleep else "   (the engine cannot sleep)"),
+        f"  {'while sampling'.ljust(width)}{(resident + engine) / GIB:9.3f}",
+        f"  {f'this {device.name} has'.ljust(width)}{device.memory()[1] / GIB:9.3f}"
+        + ("" if device.is_accelerator else "   (shared by all ranks of the machine)"),
+    ]
+    return "\n".join(lines)

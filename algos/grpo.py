@@ -52,13 +52,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from common import data, launch, memory
+from common import data, launch, memory, rewards
 from common.checkpoint import Checkpointer, export_hf, find_run, load_hf_weights, resolve_model
 from common.device import GIB, Device, get_device
 from common.launch import Phases, UserError, all_reduce_sums
-from common.rewards import Scorer, load_reward_fn
 from common.tracking import Column, Tracker
 
 if TYPE_CHECKING:
@@ -424,29 +423,31 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
 
 def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
     """One vLLM engine for every `rollout_tp` ranks, inside their processes. Its weights arrive by `sync_weights`."""
-    device.prepare_engine()
-    from vllm import LLM
-
-    device.patch_engine()
     sequences = args.prompts_per_step * args.group_size * args.rollout_tp // dist.get_world_size()
     max_length = args.max_prompt_length + args.max_response_length
     config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    llm = LLM(
-        model=str(folder),
-        load_format="dummy",
-        dtype={"bf16": "bfloat16", "fp32": "float32"}[args.dtype],
-        max_model_len=max_length,
-        max_num_seqs=min(sequences, 1024),
-        kv_cache_memory_bytes=memory.kv_cache_bytes(config, args, device, sequences=sequences, max_length=max_length),
-        tensor_parallel_size=args.rollout_tp,
-        distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
-        logprobs_mode="processed_logprobs",  # of softmax(logits / temperature), as in the trainer
-        generation_config="vllm",  # no sampling defaults from the model's folder
-        async_scheduling=False,
-        seed=args.seed,
-        trust_remote_code=args.trust_remote_code,
-        **device.engine_kwargs(),
-    )
+    with device.starting_engine():
+        from vllm import LLM
+
+        device.patch_engine()
+        llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            dtype={"bf16": "bfloat16", "fp32": "float32"}[args.dtype],
+            max_model_len=max_length,
+            max_num_seqs=min(sequences, 1024),
+            kv_cache_memory_bytes=memory.kv_cache_bytes(
+                config, args, device, sequences=sequences, max_length=max_length
+            ),
+            tensor_parallel_size=args.rollout_tp,
+            distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
+            logprobs_mode="processed_logprobs",  # of softmax(logits / temperature), as in the trainer
+            generation_config="vllm",  # no sampling defaults from the model's folder
+            async_scheduling=False,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+            **device.engine_kwargs(),
+        )
     if device.can_sleep:
         llm.sleep(level=2)
     return llm
@@ -509,10 +510,10 @@ def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
 
 
 def rollout(
+    *,
     llm: "LLM",
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[data.Prompt],
-    *,
     seeds: list[int],
     group_size: int,
     temperature: float,
@@ -625,13 +626,7 @@ def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[t
 
 @torch.no_grad()
 def check_engine(
-    llm: "LLM",
-    tokenizer: PreTrainedTokenizerBase,
-    model: nn.Module,
-    prompts: list[data.Prompt],
-    args: Args,
-    device: Device,
-    **rollout_kwargs: Any,
+    model: nn.Module, prompts: list[data.Prompt], args: Args, device: Device, sampling: dict[str, Any]
 ) -> float:
     """Sample a few tokens and compare the engine's log-probs of them with the trainer's: the mean |difference|.
 
@@ -639,14 +634,12 @@ def check_engine(
     step that follows worthless.
     """
     samples = rollout(
-        llm,
-        tokenizer,
-        prompts,
+        prompts=prompts,
         seeds=[args.seed] * len(prompts),
         group_size=1,
         temperature=args.temperature,
         max_tokens=min(16, args.max_response_length),
-        **rollout_kwargs,
+        **sampling,
     )
     batch = collate(samples, device)
     logprobs, _ = compute_logprobs(model, batch, args)
@@ -666,13 +659,7 @@ def check_engine(
 
 
 def evaluate(
-    llm: "LLM",
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: data.PromptDataset,
-    scorer: Scorer,
-    args: Args,
-    device: Device,
-    **rollout_kwargs: Any,
+    dataset: data.PromptDataset, scorer: rewards.Scorer, args: Args, device: Device, sampling: dict[str, Any]
 ) -> dict[str, float]:
     """Sample one response to every test prompt: {"accuracy", "reward", "response_length", "truncated"}, over all ranks.
 
@@ -681,14 +668,12 @@ def evaluate(
     """
     rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
     samples = rollout(
-        llm,
-        tokenizer,
-        [dataset[row] for row in rows],
+        prompts=[dataset[row] for row in rows],
         seeds=[sampling_seed(args.seed, step=-1, row=row) for row in rows],
         group_size=1,
         temperature=args.eval_temperature,
         max_tokens=args.max_response_length,
-        **rollout_kwargs,
+        **sampling,
     )
     score(scorer, samples)
     sums = {
@@ -700,7 +685,7 @@ def evaluate(
     return {name: total / len(dataset) for name, total in all_reduce_sums(sums, device).items()}
 
 
-def score(scorer: Scorer, samples: list[Sample]) -> dict[str, float]:
+def score(scorer: rewards.Scorer, samples: list[Sample]) -> dict[str, float]:
     """Fill in the samples' rewards; returns the scorer's metrics."""
     rewards, metrics = scorer(
         [sample.prompt.data_source for sample in samples],
@@ -790,6 +775,15 @@ COLUMNS = [
 ]
 
 
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
+    """Every id that ends a response: the tokenizer's EOS and those of the generation config, which may be several."""
+    ids = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(eos if isinstance(eos, list) else [eos])
+    return sorted(ids - {None})
+
+
 def make_tp_group(size: int) -> dist.ProcessGroup | None:
     """This rank's group of `size` neighbours that share an engine; None when every rank has its own."""
     if size == 1:
@@ -873,7 +867,7 @@ def main(args: Args) -> None:
     device = get_device()
     resolve_args(args, device)
     data.check_files(args.train_files + args.test_files)
-    reward_fn = load_reward_fn(args.reward_fn)
+    reward_fn = rewards.load_reward_fn(args.reward_fn)
     if args.dry_run:
         print(memory.table(resolve_model(args.model), args, ranks=args.dry_run, frozen_models=int(args.kl_coef > 0)))
         return
@@ -888,14 +882,16 @@ def main(args: Args) -> None:
     )
     train_data = load_prompts(args.train_files)
     test_data = load_prompts(args.test_files) if args.test_files and args.eval_every else None
-    for dataset in filter(None, (train_data, test_data)):
-        reward_fn.check(dataset.data_sources)
+    if args.reward_fn is None:
+        for source in sorted(train_data.data_sources | (test_data.data_sources if test_data else set())):
+            if not rewards.knows(source):
+                raise UserError(f"data_source '{source}' has no reward rule: bring one with --reward-fn file.py:name")
     if len(train_data) < world_size:
         raise UserError(f"{world_size} ranks but only {len(train_data)} prompts to train on: use fewer ranks")
     sampler = data.BatchSampler(
         len(train_data), args.prompts_per_step, seed=args.seed, rank=rank, world_size=world_size
     )
-    scorer = Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
+    scorer = rewards.Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
 
     run_dir, checkpoint = find_run(
         resume=args.resume, resume_from=args.resume_from, run_dir=args.run_dir, script=__file__
@@ -935,10 +931,11 @@ def main(args: Args) -> None:
         sampling = {
             "llm": llm,
             "tokenizer": tokenizer,
-            "stop_token_ids": data.stop_token_ids(tokenizer, folder),
+            "stop_token_ids": stop_token_ids(tokenizer, folder),
             "tp_group": make_tp_group(args.rollout_tp),
         }
-        gap = check_engine(model, [train_data[i] for i in range(min(4, len(train_data)))], args, device, **sampling)
+        first_prompts = [train_data[row] for row in range(min(4, len(train_data)))]
+        gap = check_engine(model, first_prompts, args, device, sampling)
         tracker.note(f"engine and trainer agree: mean |log-prob difference| {gap:.1e}")
         device.seed(args.seed)  # the engine's start-up draws from the global generators
         if checkpoint and rank_state:
@@ -946,7 +943,7 @@ def main(args: Args) -> None:
 
     updates_per_step = args.epochs * args.num_minibatches
     if test_data and first_eval is None:
-        first_eval = last_eval = evaluate(test_data, scorer, args, device, **sampling)
+        first_eval = last_eval = evaluate(test_data, scorer, args, device, sampling)
         tracker.log_eval(0, {f"eval/{name}": value for name, value in first_eval.items()})
 
     while step < args.steps:
@@ -973,8 +970,8 @@ def main(args: Args) -> None:
             reward_metrics = score(scorer, samples)
 
         # ==== 3. Advantages ====
-        rewards = torch.tensor([sample.reward for sample in samples]).view(-1, args.group_size)  # (P, G)
-        advantages = compute_advantages(rewards, scale_by_std=args.scale_by_std)
+        reward_groups = torch.tensor([sample.reward for sample in samples]).view(-1, args.group_size)  # (P, G)
+        advantages = compute_advantages(reward_groups, scale_by_std=args.scale_by_std)
         for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
             sample.advantage = advantage
 
@@ -1041,7 +1038,7 @@ def main(args: Args) -> None:
         with phases("sync"):
             sync_weights(llm, model, device)
             if args.engine_check_every and step % args.engine_check_every == 0:
-                check_engine(model, prompts[:4], args, device, **sampling)
+                check_engine(model, prompts[:4], args, device, sampling)
 
         # ==== 7. Log, evaluate, save ====
         metrics = reduce_metrics(sums, samples, advantages, device)
@@ -1069,7 +1066,7 @@ def main(args: Args) -> None:
         accuracy = None
         if test_data and (last or step % args.eval_every == 0):
             with phases("evaluate"):
-                last_eval = evaluate(test_data, scorer, args, device, **sampling)
+                last_eval = evaluate(test_data, scorer, args, device, sampling)
             tracker.log_eval(step, {f"eval/{name}": value for name, value in last_eval.items()})
             accuracy = last_eval["accuracy"]
             best_accuracy = max(best_accuracy, accuracy)

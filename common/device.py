@@ -9,12 +9,17 @@ Everything else asks a `Device` and stays the same on all of them:
 ROCm is torch's `cuda` with `torch.version.hip` set; Ascend is the `torch_npu` plug-in with vllm-ascend; CPU uses gloo.
 """
 
+import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import random
 import resource
 import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +27,36 @@ import numpy as np
 import torch
 
 GIB = 1024**3
+
+
+HARMLESS_LINES = (b"NUMA binding: Using MEMBIND policy",)
+"""Lines that the engine's C++ code writes to stderr in every start, and that no logging level turns off."""
+
+
+@contextlib.contextmanager
+def _dropping_stderr_lines(harmless: tuple[bytes, ...]) -> Iterator[None]:
+    """Let everything through to stderr, line by line, except lines that contain one of `harmless`."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    read_fd, write_fd = os.pipe()
+    os.dup2(write_fd, 2)
+    os.close(write_fd)
+
+    def forward() -> None:
+        with os.fdopen(read_fd, "rb") as lines:
+            for line in lines:
+                if not any(text in line for text in harmless):
+                    os.write(stderr, line)
+
+    thread = threading.Thread(target=forward, daemon=True, name="stderr")
+    thread.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(stderr, 2)  # closes the last writer of the pipe, which ends the thread
+        thread.join()
+        os.close(stderr)
 
 
 @dataclass(frozen=True)
@@ -135,17 +170,26 @@ class Device:
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
-    def prepare_engine(self) -> None:
-        """Set the environment that vLLM reads when it is imported. Call before `import vllm`."""
+    @contextlib.contextmanager
+    def starting_engine(self) -> Iterator[None]:
+        """Around `import vllm` and `LLM(...)`: sets what they read, and keeps their known-harmless chatter off the screen."""
         os.environ.update(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process, so weights pass by reference
             VLLM_NO_USAGE_STATS="1",
             TOKENIZERS_PARALLELISM="false",
         )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
         for name in ("VLLM_DP_SIZE", "VLLM_DP_RANK"):
             os.environ.pop(name, None)
+        local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+        warnings.filterwarnings(
+            "ignore", message=".*torch.distributed.reduce_op. is deprecated", category=FutureWarning
+        )
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on a CPU
+        with _dropping_stderr_lines(HARMLESS_LINES):
+            yield
+        if local_world_size is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = local_world_size  # the CPU engine overwrites torchrun's value
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM` that depend on the device."""
@@ -158,7 +202,7 @@ class Device:
         """After `import vllm`: keep CPU sampling from compiling a C++ kernel just to count the rank of a token."""
         if self.is_accelerator:
             return
-        import vllm.v1.sample.sampler as sampler
+        from vllm.v1.sample import sampler
 
         if hasattr(sampler, "batched_count_greater_than"):
             sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)
@@ -167,7 +211,7 @@ class Device:
 @functools.cache
 def get_device() -> Device:
     """The device this process should use: an accelerator that torch sees, otherwise the CPU."""
-    index = int(os.environ.get("LOCAL_RANK", 0))
+    index = int(os.environ.get("LOCAL_RANK", "0"))
     if importlib.util.find_spec("torch_npu") is not None:
         import torch_npu  # noqa: F401  (registers torch.npu)
 

@@ -1,0 +1,74 @@
+"""What several test files share: where things are, how to start a script, and small models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "assets" / "tiny-arith"
+
+sys.path.insert(0, str(ROOT))  # `from algos import grpo`: the scripts are no package, but importable as a namespace
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """One thread a rank: two ranks with two threads each starve each other on two cores."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return clean | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def torchrun_command(script: str | Path, *args: object, nproc: int = 1) -> list[str]:
+    """The command line that a user would type; --standalone picks a free port, so runs beside each other are safe."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    return [*launcher, str(ROOT / script), *map(str, args)]
+
+
+def run_script(
+    script: str | Path, *args: object, nproc: int = 1, timeout: float = 180, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    """Run a script under torchrun and return its outcome, output included."""
+    command = torchrun_command(script, *args, nproc=nproc)
+    return subprocess.run(
+        command, env=environment(), cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False
+    )
+
+
+def succeeded(run: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """Assert exit code 0, showing the end of the output otherwise."""
+    assert run.returncode == 0, f"{run.args}\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
+    return run
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl without what depends on the clock or the machine."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def samples_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY / "model")
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory) -> Path:
+    """A folder with a random model whose head is not its embedding, and the embedded model's tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("untied")
+    config = AutoConfig.from_pretrained(TINY / "model")
+    config.tie_word_embeddings = False
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY / "model").save_pretrained(folder)
+    return folder

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -68,9 +69,9 @@ def _gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def _raise_together(error: str | None, group: dist.ProcessGroup | None = None) -> None:
     """If any rank has an error, raise the first one on all ranks, so that none waits for one that has stopped."""
-    for rank, message in enumerate(_gather(error, group)):
+    for message in _gather(error, group):
         if message is not None:
-            raise UserError(message if _world_size() == 1 else f"{message} (rank {rank})")
+            raise UserError(message)
 
 
 def _first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -120,11 +121,9 @@ def _unpack(path: Path) -> Any:
 
 def _why(error: BaseException) -> str:
     """The root of an error, in a few words: the system's message where there is one."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: {rank: (exception, stack)}
-    if failures:
-        return _why(next(iter(failures.values()))[0])
+    if isinstance(error, CheckpointException):  # holds {rank: (exception, stack)}
+        rank, (first, _) = next(iter(error.failures.items()))
+        return _why(first) + (f" (rank {rank})" if _world_size() > 1 else "")
     return f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else str(error)
 
 
@@ -320,7 +319,7 @@ class Checkpointer:
                 del state
                 for name, content in files.items():
                     _write_file(temporary / name, content)
-            except Exception as caught:  # whatever it is, the other ranks must hear of it instead of waiting
+            except (Exception, CheckpointException) as caught:  # the other ranks must hear of it instead of waiting
                 error = self._failure(step, caught)
             _raise_together(error, self._group)
             if _rank() == 0:
@@ -419,13 +418,16 @@ class Checkpointer:
         reader = _Reader(path / "state")
         saved = reader.read_metadata().state_dict_metadata
         state, slots = self._targets(path, modules, saved)
-        dcp.load(
-            state,
-            storage_reader=reader,
-            planner=_Planner(),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
+        try:
+            dcp.load(
+                state,
+                storage_reader=reader,
+                planner=_Planner(),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except CheckpointException as error:
+            raise UserError(f"checkpoint {path}: cannot be read: {_why(error)}; choose another step") from error
         content = _unpack(path / "extra.pt")
         for key, (_, optimizer) in modules.items():
             if optimizer is None:

@@ -138,7 +138,9 @@ def _key(row: Row) -> tuple[tuple[str, str], ...]:
     return tuple((message["role"], message["content"].strip()) for message in row["prompt"])
 
 
-def without_duplicates(rows: Iterable[Row], report: Report, *, seen: set, why: str = "the same prompt again") -> list[Row]:
+def without_duplicates(
+    rows: Iterable[Row], report: Report, *, seen: set, why: str = "the same prompt again"
+) -> list[Row]:
     """The rows whose prompt is not in `seen`; their prompts are added to it."""
     kept = []
     for row in rows:

@@ -104,21 +104,26 @@ _GOES_ON = re.compile(
 """What may not follow the number: then it was only the first part of an expression, a range, a time or a list."""
 
 
-def read_number(text: str) -> tuple[Fraction, ...]:
+def read_number(text: str, *, bare: bool = False) -> tuple[Fraction, ...]:
     """The readings of a text that states one number, its face value first; () when it does not.
 
     Around the number may stand: words that introduce an answer before it, a unit or words after it, and "... =" before
     it. Not a second number that would change the meaning ("3-5", "7:30", "2 hours and 30 minutes", "1, 2, 3").
+    With `bare` there may be nothing but the number, a percent sign or a scale word: "3x" is no number then.
     """
+    if bare and len(text) > MAX_LENGTH:
+        return ()
     text = normalise(text[:MAX_LENGTH])
+    if bare:
+        return _read(text, bare=True)
     if "=" in text:
         left, _, right = text.rpartition("=")
         return _read(right) or _read(left)
     return _read(text)
 
 
-def _read(text: str) -> tuple[Fraction, ...]:
-    start = _LEAD_IN.match(text).end()
+def _read(text: str, *, bare: bool = False) -> tuple[Fraction, ...]:
+    start = 0 if bare else _LEAD_IN.match(text).end()
     match = _NUMBER.match(text, start)
     if match is None:
         return ()
@@ -137,7 +142,8 @@ def _read(text: str) -> tuple[Fraction, ...]:
         readings, end = (value, value / 100), percent.end()
     elif scale := _SCALE.match(text, end):
         readings, end = (value * _SCALES[scale[1].lower()], value), scale.end()
-    return () if _GOES_ON.match(text, end) else readings
+    goes_on = text[end:].strip() if bare else _GOES_ON.match(text, end)
+    return () if goes_on else readings
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

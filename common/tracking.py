@@ -305,21 +305,20 @@ class Tracker:
         import wandb  # only a run that asks for it pays for the import
 
         id_file = self.run_dir / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
         self._wandb = wandb.init(
             project=project,
-            id=run_id,
+            id=id_file.read_text() if id_file.exists() else None,  # None: a new run
             resume="allow",
             name=self.run_dir.name,
             dir=str(self.run_dir),
             config=config,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        id_file.write_text(run_id)
+        id_file.write_text(self._wandb.id)
         self._wandb.define_metric("step")
         self._wandb.define_metric("*", step_metric="step")
-        if self._wandb.url:
-            self._print(f"wandb: {self._wandb.url}")
+        offline = f"offline; upload later with: wandb sync {self.run_dir}/wandb/offline-run-*"
+        self._print(f"wandb: {offline if self._wandb.offline else self._wandb.url}")
 
     # ---- the end
 

@@ -482,26 +482,26 @@ def engine_weight_names(engine_model: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
-    """Hand the trainer's weights to the engine. Raises when the engine owns one that was not sent, or knows none such.
+    """Hand the trainer's weights to the engine. Raises when it owns one that was not sent, or lacks one that was.
 
     On accelerators the engine wakes for it in two stages, so that weights in flight and KV cache are never both there.
     """
     if device.can_sleep:
         device.empty_cache()
         llm.wake_up(tags=["weights"])
+    owned = llm.apply_model(engine_weight_names)[0]
     sent = set()
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(model):
+            if name not in owned | {"lm_head.weight"}:
+                raise RuntimeError(f"weight sync: the engine has no weight {name}")
             sent.add(name)
             yield name, weight
+        if owned - sent:
+            raise RuntimeError(f"weight sync: the engine was not given {sorted(owned - sent)}")
 
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(), "is_checkpoint_format": True})
-    owned = llm.apply_model(engine_weight_names)[0]
-    if owned - sent:
-        raise RuntimeError(f"weight sync left these engine weights unassigned: {sorted(owned - sent)}")
-    if sent - owned - {"lm_head.weight"}:
-        raise RuntimeError(f"weight sync sent names that the engine does not have: {sorted(sent - owned)}")
     if device.can_sleep:
         device.empty_cache()
         llm.wake_up(tags=["kv_cache"])

@@ -55,17 +55,13 @@ def make_samples() -> list[grpo.Sample]:
 
 def loss_and_gradients(folder: Path, changes: dict) -> dict:
     device = get_device()
-    args = dataclasses.replace(
-        grpo.Args(dtype="fp32", kl_coef=0.1, temperature=0.8, max_response_length=24), **changes
-    )
+    args = dataclasses.replace(grpo.Args(dtype="fp32", kl_coef=0.1, temperature=0.8, max_response_length=24), **changes)
     model = grpo.shard_model(folder, args, device, trainable=True)
     # Rank 0 takes 5 of the 8, so that the ranks have different numbers of micro-batches.
     mine = make_samples()
     if dist.get_world_size() == 2:
         mine = mine[:5] if dist.get_rank() == 0 else mine[5:]
-    counts = launch.all_reduce_sums(
-        {"tokens": sum(len(s.response_ids) for s in mine), "sequences": len(mine)}, device
-    )
+    counts = launch.all_reduce_sums({"tokens": sum(len(s.response_ids) for s in mine), "sequences": len(mine)}, device)
     total, metric_sums = 0.0, {}
     micro_batches = grpo.make_micro_batches(mine, args.micro_batch_tokens, device)
     for i, micro_batch in enumerate(micro_batches):

@@ -79,32 +79,34 @@ define prepare
 @[ -x $(VENV)/bin/python ] || { echo 'Making the virtual environment $(VENV)'; $(PYTHON) -m venv $(VENV); }
 endef
 
-# torch first, in whichever build pip finds; then a complete list, so that nothing is resolved (see requirements/cpu.txt).
+installed = touch $@; echo 'Installed for $(DEVICE) in $(VENV)'
+
+# torch first, in whichever build pip finds; then a complete list, so that nothing is resolved: requirements/cpu.txt
 $(VENV)/.stamp-cpu: requirements/cpu.txt pyproject.toml
 	$(prepare)
 	@echo 'Installing torch 2.13.0'
 	@$(PIP) install torch==2.13.0
 	@echo 'Installing the engine and the other packages: about 350 MB to download, some minutes'
 	@$(PIP) install --quiet --no-deps -r requirements/cpu.txt
-	@touch $@
+	@$(installed)
 
 $(VENV)/.stamp-cuda: requirements.txt pyproject.toml
 	$(prepare)
 	@$(PIP) install -r requirements.txt
-	@touch $@
+	@$(installed)
 
 $(VENV)/.stamp-rocm: requirements/rocm.txt requirements/common.txt pyproject.toml
 	$(prepare)
 	@$(PIP) install -r requirements/rocm.txt || { \
 	  echo 'ROCm wheels need an index of their own: docs/devices.md says which, and what to do in an image' >&2; exit 1; }
-	@touch $@
+	@$(installed)
 
 $(VENV)/.stamp-npu: requirements/npu.txt requirements/common.txt pyproject.toml
 	$(prepare)
 	@{ $(PIP) install vllm==0.23.0 && $(PIP) install -r requirements/npu.txt && \
 	  $(PIP) install --force-reinstall --no-deps triton-ascend==3.2.2; } || { \
 	  echo 'Ascend wheels need an index of their own: docs/devices.md says which, and what to do in an image' >&2; exit 1; }
-	@touch $@
+	@$(installed)
 
 $(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-$(DEVICE)
 	@$(PIP) install --quiet --no-deps -r requirements/test.txt

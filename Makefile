@@ -46,7 +46,7 @@ help: ## list the targets and the variables
 	@echo '  PYTHON=python3.12        [$(PYTHON)]  Python 3.11 to 3.13, for the virtual environment'
 	@echo '  VENV=folder              [$(VENV)]  where the virtual environment is'
 	@echo '  NPROC=n                  [$(NPROC)]  ranks of `make demo`'
-	@echo '  ARGS="..."               further arguments of the program that demo, test, lint or bench starts'
+	@echo '  ARGS="..."               further arguments for what demo, test, lint or bench starts'
 
 demo: install ## train the embedded model with GRPO, with no download and no GPU: minutes on two CPU cores
 	@$(VENV)/bin/torchrun --nproc_per_node $(NPROC) algos/grpo.py $(ARGS)
@@ -63,8 +63,9 @@ bench: install ## sample from the embedded model before training: accuracy, pass
 install: $(VENV)/.stamp-$(DEVICE) ## make the virtual environment and install what the device needs
 
 clean: ## remove the virtual environment and caches; runs/, data/ and models/ stay
-	rm -rf $(VENV) solorl.egg-info build .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+	@[ ! -e $(VENV)/pyvenv.cfg ] || rm -rf $(VENV)
+	@rm -rf solorl.egg-info build .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # -- installing: one stamp file for each requirements file, so that a second call does nothing ------------------------
 

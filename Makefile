@@ -48,7 +48,7 @@ help: ## list the targets and the variables
 	@echo '  NPROC=n                  [$(NPROC)]  ranks of `make demo`'
 	@echo '  ARGS="..."               further arguments for what demo, test, lint or bench starts'
 
-demo: install ## train the embedded model with GRPO, with no download and no GPU: minutes on two CPU cores
+demo: install ## train the embedded model with GRPO: minutes on two CPU cores, no download
 	@$(VENV)/bin/torchrun --nproc_per_node $(NPROC) algos/grpo.py $(ARGS)
 
 test: $(VENV)/.stamp-test ## run the tests; they need no accelerator
@@ -57,7 +57,7 @@ test: $(VENV)/.stamp-test ## run the tests; they need no accelerator
 lint: $(VENV)/.stamp-test ## check the code with ruff
 	@$(VENV)/bin/ruff check . $(ARGS)
 
-bench: install ## sample from the embedded model before training: accuracy, pass@k, responses a second
+bench: install ## evaluate the embedded model: accuracy, pass@k, responses a second
 	@$(VENV)/bin/torchrun --nproc_per_node $(NPROC) benchmarks/evaluate.py $(ARGS)
 
 install: $(VENV)/.stamp-$(DEVICE) ## make the virtual environment and install what the device needs
@@ -87,7 +87,7 @@ $(VENV)/.stamp-cpu: requirements/cpu.txt pyproject.toml
 	$(prepare)
 	@echo 'Installing torch 2.13.0'
 	@$(PIP) install torch==2.13.0
-	@echo 'Installing the engine and the other packages: about 350 MB to download, some minutes'
+	@echo 'Installing the engine and the other packages: about 300 MB to download, then some minutes'
 	@$(PIP) install --quiet --no-deps -r requirements/cpu.txt
 	@$(installed)
 

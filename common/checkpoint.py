@@ -666,8 +666,8 @@ def _slices(tensor: torch.Tensor) -> tuple[slice, ...]:
 def _initialize_buffers(model: nn.Module) -> None:
     """Compute the buffers that no file holds, by the model's own code, as from_pretrained does.
 
-    That code also draws random weights. It leaves those alone that are marked as initialised; it runs before the weights
-    are read, and outside of the global random generator, in case a model does not know the mark.
+    That code also draws random weights, but not for parameters marked as initialised. It runs before the weights are
+    read, in case a model with code of its own does not know the mark.
     """
 
     def visit(module: nn.Module, owner: nn.Module | None) -> None:
@@ -681,8 +681,7 @@ def _initialize_buffers(model: nn.Module) -> None:
         for child in module.children():
             visit(child, owner)
 
-    with torch.random.fork_rng(devices=[]):
-        visit(model, None)
+    visit(model, None)
 
 
 def _match_names(

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from common import checkpoint
-from common.checkpoint import Checkpointer, export_hf, incomplete, load_hf_weights, resolve_model
+from common.checkpoint import Checkpointer, export_hf, find_run, incomplete, load_hf_weights, resolve_model
 from common.device import get_device
 from common.launch import UserError
 
@@ -665,7 +665,7 @@ def two_ranks_main(rank: int, work: Path) -> None:
     assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
 
     # A checkpoint of one rank, resumed on two.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5.0, fused=True)
     extra, rank_state = Checkpointer(work / "one").load(work / "one" / "step_2", modules={"policy": (model, optimizer)})
     assert extra == {"position": 7} and rank_state is None and optimizer.param_groups[0]["lr"] == 1e-3
     assert_same(state_of(model, optimizer), torch.load(work / "one.pt"))
@@ -681,7 +681,7 @@ def two_ranks_main(rank: int, work: Path) -> None:
     path = checkpointer.latest()
     assert path == work / "two" / "step_3"
     model2 = build(source, shard=True)
-    optimizer2 = torch.optim.AdamW(model2.parameters())
+    optimizer2 = torch.optim.AdamW(model2.parameters(), fused=True)
     extra, rank_state = checkpointer.load(path, modules={"policy": (model2, optimizer2)})
     assert extra == {"position": 8} and rank_state == {"rank": rank}
     assert_same(state_of(model2, optimizer2), saved)
@@ -747,3 +747,29 @@ def test_two_ranks(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPat
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
         assert torch.equal(exported(input_ids=TOKENS).logits, torch.load(tmp_path / "logits.pt"))
+
+
+# ---- which run goes on -----------------------------------------------------------------------------------------------
+
+
+def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"resume": False, "resume_from": None, "run_dir": None, "script": "algos/grpo.py"}
+    assert find_run(**options) == (None, None)
+    assert find_run(**options | {"run_dir": "mine"}) == (Path("mine"), None)
+    with pytest.raises(UserError, match=r"--resume: no run of grpo.py under .*runs"):
+        find_run(**options | {"resume": True})
+    for number, name in enumerate(["grpo-1", "grpo-2", "sft-3"]):
+        save_small(tmp_path / "runs" / name / "checkpoints", 4, 6)
+        (tmp_path / "runs" / name / "args.json").write_text("{}")
+        os.utime(tmp_path / "runs" / name, (number, number))
+    newest = Path("runs/grpo-2")
+    assert find_run(**options | {"resume": True}) == (newest, newest / "checkpoints" / "step_6")
+    (newest / "checkpoints" / "step_6" / "extra.pt").unlink()
+    assert find_run(**options | {"resume": True}) == (newest, newest / "checkpoints" / "step_4")
+    older = Path("runs/grpo-1")
+    assert find_run(**options | {"resume_from": str(older)}) == (older, older / "checkpoints" / "step_6")
+    step = older / "checkpoints" / "step_4"
+    assert find_run(**options | {"resume_from": str(step)}) == (older.resolve(), step)
+    with pytest.raises(UserError, match="--resume-from elsewhere: no such folder"):
+        find_run(**options | {"resume_from": "elsewhere"})

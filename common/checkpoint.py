@@ -14,6 +14,7 @@ unpickling objects: tensors and plain Python values only. All ranks must see the
 
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -256,7 +257,7 @@ class Checkpointer:
 
         modules: name -> (module, optimizer or None). A module that appears in no optimizer is saved all the same.
         extra: tensors and plain values, the same on all ranks. rank_state: the same kind, of this rank.
-        score: higher is better; None takes no part in the choice of the best checkpoint.
+        score: higher is better; None (or NaN) takes no part in the choice of the best checkpoint.
         Waits first for a write that is still going on. Raises UserError, on all ranks, if that one failed or if this one
         cannot start; ValueError for what weights_only loading would refuse later.
         """
@@ -282,7 +283,7 @@ class Checkpointer:
             "format": FORMAT_VERSION,
             "step": step,
             "world_size": _world_size(),
-            "score": score,
+            "score": None if score is None or math.isnan(score) else float(score),
             "modules": {key: optimizer is not None for key, (_, optimizer) in modules.items()},
         }
         if self._asynchronous:
@@ -314,7 +315,8 @@ class Checkpointer:
         try:
             error = None
             try:
-                writer = dcp.FileSystemWriter(temporary / "state", sync_files=True)
+                # No copying ahead: the state is in main memory, and this thread has not chosen its accelerator.
+                writer = dcp.FileSystemWriter(temporary / "state", sync_files=True, per_thread_copy_ahead=0)
                 dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
                 del state
                 for name, content in files.items():
@@ -325,7 +327,7 @@ class Checkpointer:
             if _rank() == 0:
                 try:
                     self._commit(step, temporary, manifest)
-                except OSError as caught:
+                except Exception as caught:
                     error = self._failure(step, caught)
             _raise_together(error, self._group)
         except Exception as caught:
@@ -334,7 +336,7 @@ class Checkpointer:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the space back
                 print(f"warning: {self._error}", file=sys.stderr, flush=True)
 
-    def _failure(self, step: int, error: Exception) -> str:
+    def _failure(self, step: int, error: BaseException) -> str:
         good = [path.name for path in self._complete()]
         usable = f"{good[0]} is complete and usable" if good else "there is no complete one yet"
         return f"checkpoint step_{step} in {self.folder} could not be written: {_why(error)}; {usable}"

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import pickle
 import threading
@@ -277,7 +278,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.2, 10: 0.3, 11: 0.1}
     save_small(tmp_path, *scores, scores=scores, keep=2)
     assert names(tmp_path) == ["step_10", "step_11", "step_3"]  # 3 is the newest of the two best; 10 is newer than 4
-    save_small(tmp_path, 12, keep=1)
+    save_small(tmp_path, 12, scores={12: math.nan}, keep=1)
     assert names(tmp_path) == ["step_12", "step_3"]
 
 
@@ -358,6 +359,10 @@ def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
 
 def full(*arguments: Any, **options: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def wrong(*arguments: Any) -> None:
+    raise RuntimeError("something else")
 
 
 @pytest.mark.parametrize("where", ["shard", "rank file", "manifest", "rename"])
@@ -694,12 +699,21 @@ def two_ranks_main(rank: int, work: Path) -> None:
     export_hf(build_from(saved, source), tiny_tokenizer(), work / "hf", dtype=torch.float32, source=source)
 
     # One rank's disk is full: both ranks hear of it.
+    real_write = dcp.FileSystemWriter.write_data
     if rank == 1:
         dcp.FileSystemWriter.write_data = full
     checkpointer.save(4, modules={"policy": (model, optimizer)}, extra={}, rank_state={})
     with pytest.raises(UserError, match="step_4 .*No space left on device.*step_3 is complete"):
         checkpointer.wait()
     assert checkpointer.latest() == path
+    dcp.FileSystemWriter.write_data = real_write
+
+    # Whatever goes wrong on rank 0 alone, after the files are written: rank 1 does not wait for it.
+    if rank == 0:
+        Checkpointer._commit = wrong
+    checkpointer.save(4, modules={"policy": (model, optimizer)}, extra={}, rank_state={})
+    with pytest.raises(UserError, match="step_4 .*something else.*step_3 is complete"):
+        checkpointer.wait()
 
     # A folder that only rank 0 fails to make.
     if rank == 0:

@@ -180,7 +180,7 @@ def _open_table(path: Path, columns: Sequence[str]) -> pa.Table:
     """
     try:
         # The buffer makes it read column chunks piece by piece instead of whole.
-        with pq.ParquetFile(path, buffer_size=2**20) as file:
+        with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
             present = [column for column in columns if column in file.schema_arrow.names]
             if file.metadata.num_rows <= MAPPED_ROWS:
                 return _plain(file.read(columns=present))

@@ -1,8 +1,8 @@
 """Rule rewards: a response and a ground truth in, a score out.
 
-`compute_score` picks the rule by `data_source`, with verl's names for them; `Scorer` scores a batch, keeps count of what
-goes wrong and lets nothing hang. One file per family: gsm8k, boxed (mathematics), countdown, arithmetic, exact_match,
-think_format. Rules parse text and never evaluate it. docs/rewards.md has the table of what scores what.
+`compute_score` picks the rule by `data_source`, with verl's names for them; `Scorer` scores a batch, keeps count of
+what goes wrong and lets nothing hang. One file per family: gsm8k, boxed (mathematics), countdown, arithmetic,
+exact_match, think_format. Rules parse text and never evaluate it. docs/rewards.md has the table of what scores what.
 """
 
 import ast
@@ -202,8 +202,8 @@ def overlong_penalty(length: int, *, max_response_length: int, buffer: int, fact
 class Scorer:
     """Scores batches of responses; a failure costs one response its score, and is counted and said.
 
-    The cheap rules run in this process. Math-Verify and a user's function run in worker processes that are started once;
-    a response that takes longer than `timeout_s` there scores 0 and its process is replaced.
+    The cheap rules run in this process. Math-Verify and a user's function run in worker processes, started once; a
+    response that takes longer than `timeout_s` there scores 0 and its process is replaced.
 
     timeout_s: wall seconds per call: of one response, or of one batch for a user's batched function
     strict: raise RewardError at the first failure instead of counting it

@@ -16,6 +16,8 @@ MAX_ANSWER = 1000
 """Characters; a longer answer is not one."""
 MAX_DIGITS = 10_000
 """Powers of plain numbers with more digits than this are compared as text only."""
+MAX_DEPTH = 30
+"""Of brackets: the time of a LaTeX parser doubles with each."""
 MAX_MARKS = 20
 """Of more boxes or "Answer:" lines only the last twenty are looked at."""
 SEARCHED = 200_000
@@ -100,23 +102,26 @@ def gold_answer(ground_truth: Any) -> str:
 # -- comparison as text and as numbers --------------------------------------------------------------------------------
 
 _DRESS = re.compile(
-    r"\\left\b|\\right\b|\\!|\\,|\\;|\\:|\\ |\\displaystyle|\\(?:big|Big|bigg|Bigg)[lr]?\b|\\\(|\\\)|\\\[|\\\]|\^\{?\\circ\}?|~"
+    r"(?<!\\)\\[!,;: ()\[\]]|\\(?:left|right|displaystyle)\b|\\(?:big|Big|bigg|Bigg)[lr]?\b|\^\{?\\circ\}?|~"
 )
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\{[^{}]*\}|\w)\s*(\{[^{}]*\}|\w)")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\w)")
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)")
+_TOWER = re.compile(r"\d+(?:\s*\^[\s{(]*\d+)+")
+_BRACKET = re.compile(r"[()\[\]{}]")
 _ASSIGNMENT = re.compile(r"[a-zA-Z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=]+$)")
 _UNICODE = {
-    "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u00d7": r"\times ", "\u00f7": r"\div ",
-    "\u22c5": r"\cdot ", "\u00b7": r"\cdot ", "\u2212": "-", "\u2013": "-", "\u222a": r"\cup ", "\u2229": r"\cap ",
-    "\u2260": r"\ne ", "\u00b1": r"\pm ", "\u00b0": "", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+    "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u00d7": r"\times ",
+    "\u00f7": r"\div ", "\u22c5": r"\cdot ", "\u00b7": r"\cdot ", "\u2212": "-", "\u2013": "-", "\u00b1": r"\pm ",
+    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2260": r"\ne ", "\u00b0": "", "\u00a0": " ", "\u2009": " ",
+    "\u202f": " ",
 }  # fmt: skip
 _UNICODE_ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\w+))")
 
 
 def to_latex(answer: str) -> str:
-    r"""One LaTeX spelling for what is written in many: no dress, `\frac{a}{b}`, `\sqrt{a}`, Unicode signs as commands."""
+    r"""One LaTeX spelling for many: no dress, `\frac{a}{b}`, `\sqrt{a}`, Unicode signs as commands."""
     for sign, command in _UNICODE.items():
         answer = answer.replace(sign, command)
     answer = _UNICODE_ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", answer)
@@ -143,13 +148,22 @@ def _as_number(latex: str) -> tuple:
 
 def _too_big(latex: str) -> bool:
     """Whether a power of plain numbers in it has more than MAX_DIGITS digits."""
-    for tower in re.findall(r"\d+(?:\s*\^[\s{(]*\d+)+", latex):
+    for tower in _TOWER.findall(latex):
         *levels, size = (int(number[:9]) for number in re.findall(r"\d+", tower))
         for base in reversed(levels):
-            if size * math.log10(max(base, 1)) > MAX_DIGITS:
+            if base > 1 and size > MAX_DIGITS / math.log10(base):
                 return True
             size = base**size
     return False
+
+
+def _depth(text: str) -> int:
+    """How deep its brackets are nested."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(text):
+        depth += 1 if bracket in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def decide(answer: str | None, gold: str) -> float | None:
@@ -162,7 +176,7 @@ def decide(answer: str | None, gold: str) -> float | None:
     stated, expected = _as_number(answer), _as_number(gold)
     if stated and expected:
         return float(same_number(stated, expected))
-    if _too_big(answer):
+    if _too_big(answer) or _depth(answer) > MAX_DEPTH:
         return 0.0
     if re.fullmatch(r"[^\W\d]{2,}", _as_text(gold)):  # a word: nothing to compute
         return 0.0

@@ -13,7 +13,7 @@ MAX_MARKS = 20
 """Of more `####` only the last twenty are looked at."""
 _MARK = re.compile(r"#{4,}")
 _NO_WORDS = re.compile(r"[\W_]*(?:(?:the|final|answer|is)\b[\W_]*)*", re.IGNORECASE)
-_NUMBER_IN_TEXT = re.compile(r"(?<![\w.,/^])[-+\u2212]?[$\u20ac\u00a3]?(?:\d|\.\d)[\d,.]*(?:/\d+)?%?")
+_NUMBER_IN_TEXT = re.compile(r"(?<![-\w.,/^])[-+\u2212]?[$\u20ac\u00a3]?(?:\d|\.\d)[\d,.]*(?:/\d+)?%?")
 FLEXIBLE_TAIL = 2000
 """`flexible` looks for the last number in this many last characters."""
 

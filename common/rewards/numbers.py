@@ -39,15 +39,16 @@ _LATEX_SPACE = re.compile(r"\\[,;: ]|~")
 _TIMES = re.compile(r"\\times|\\cdot|\u00d7|\u22c5|\u00b7")
 _TIMES_BETWEEN_NUMBERS = re.compile(r"(?<=[\d)])\s*[*x]\s*(?=[\d(])")
 _UNDERSCORE_IN_NUMBER = re.compile(r"(?<=\d)_(?=\d{3})")
-_MARKUP = re.compile(r"[*`_]|\$|[\u20a0-\u20cf\u00a3\u00a5\u00a2]")
+_MARKUP = re.compile(r"[*`_\"'\u2018-\u201f\u00ab\u00bb$\u20a0-\u20cf\u00a3\u00a5\u00a2]")
 
 
 def normalise(text: str) -> str:
     """`text` without markup, LaTeX dress and currency signs, its digits, signs and spaces in ASCII."""
     if not text.isascii():
         text = _to_ascii_digits(text)
+    text = text.replace("{,}", ",")
     if "\\" in text:
-        text = text.replace("\\\\", "\\").replace("{,}", ",").replace("\\$", "").replace("\\%", "%")
+        text = text.replace("\\\\", "\\").replace("\\$", "").replace("\\%", "%")
         for _ in range(3):  # wrappers may be nested: \boxed{\text{5}}
             text = _LATEX_WRAPPER.sub(r" \1 ", text)
         text = _LATEX_SPACE.sub(" ", _LATEX_NOTHING.sub("", text))
@@ -66,6 +67,8 @@ def _to_ascii_digits(text: str) -> str:
             plain = " " + plain.replace("\u2044", "/")
         elif len(plain) == 1 and not plain.isascii() and plain.isdecimal():
             plain = str(unicodedata.decimal(plain))
+        elif unicodedata.category(character) == "Cf":  # invisible: zero-width spaces, direction marks
+            plain = ""
         out.append(plain)
     text = _MINUS_SIGNS.sub("-", "".join(out))
     return _DASHES.sub(" ", _EN_DASH_AS_SIGN.sub("-", text))
@@ -89,7 +92,8 @@ _NUMBER = re.compile(
 )
 _LEAD_IN = re.compile(
     r"(?:(?:the|final|correct|my|answer|result|total|sum|value|solution|is|are|was|equals?|so|thus|therefore|hence"
-    r"|approximately|approx|about|around|roughly|only|exactly|usd|eur|gbp|inr|rs|us)\b\.?[\s,]*|[a-z] ?(?==)|[=:~\u2248\s,;>(\[{|])*",
+    r"|approximately|approx|about|around|roughly|only|exactly|usd|eur|gbp|inr|rs|us)\b\.?"
+    r"|[a-z] ?(?==)|[=:~\u2248\s,;>(\[{|])*",
     re.IGNORECASE,
 )
 _TEN_TO_THE = re.compile(r"\s*\u00d7\s*10\s*\^\s*[({]?\s*([+-]?\d+)\s*[)}]?")

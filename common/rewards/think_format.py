@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 _TAG = re.compile(r"<(/?)(think|answer)>")
+_END_TOKENS = re.compile(r"(?:\s|<\|[^|<>]{1,40}\|>|</s>)*")
 _ORDER = [("", "think"), ("/", "think"), ("", "answer"), ("/", "answer")]
 
 
@@ -28,5 +29,5 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     between = solution_str[think_end.end() : answer_start.start()]
     answer = solution_str[answer_start.end() : answer_end.start()]
     after = solution_str[answer_end.end() :]
-    outside = (before + between + after).strip()
-    return float(not outside and bool(thought.strip()) and bool(answer.strip()))
+    nothing_outside = not (before + between).strip() and _END_TOKENS.fullmatch(after)
+    return float(bool(nothing_outside) and bool(thought.strip()) and bool(answer.strip()))

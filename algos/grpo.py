@@ -27,10 +27,6 @@ Shapes: P prompts and B = P x G sequences of this rank, b sequences of a micro-b
 (prompt and response), T tokens of its longest response, N its response tokens, H hidden size, V vocabulary.
 """
 
-import json
-import math
-import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -40,25 +36,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from common import data, launch, memory, rewards
-from common.checkpoint import Checkpointer, export_hf, find_run, load_hf_weights, resolve_model
-from common.device import GIB, Device, get_device
-from common.launch import Phases, UserError, all_reduce_sums
-from common.tracking import Column, Tracker
+from common import arguments, checkpoint, data, engine, launch, memory, optim, rewards
+from common.device import Device, get_device
+from common.logprobs import HeadLogprobs
+from common.tracking import RL_COLUMNS, RL_CURVES, Tracker
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -225,7 +213,7 @@ def estimate_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: s
 
 
 def token_weights(
-    response_mask: torch.Tensor, *, denominator: str, num_tokens: float, num_sequences: float, max_length: int
+    response_mask: torch.Tensor, denominator: str, *, num_tokens: float, num_sequences: float, max_length: int
 ) -> torch.Tensor:
     """Weight of each token's loss, so that the loss of a batch is a plain sum over its micro-batches and ranks. (b, T)
 
@@ -240,20 +228,10 @@ def token_weights(
 
 
 def compute_loss(
-    *,
-    new_logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    weights: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    kl_coef: float,
-    kl_estimator: str,
-    tis_cap: float,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    *, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None, advantages: torch.Tensor, response_mask: torch.Tensor, weights: torch.Tensor,
+    clip_low: float, clip_high: float, kl_coef: float, kl_estimator: str, tis_cap: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
     """Equation 3 of the paper, negated. Arguments are (b, T), advantages (b,); `weights` as from `token_weights`.
 
     Returns the loss and metrics, each summed over the response tokens: the caller divides by their global number.
@@ -303,8 +281,8 @@ class Sample:
     prompt: data.Prompt
     response_ids: list[int]
     rollout_logprobs: list[float]
-    text: str
-    truncated: bool
+    text: str = ""
+    truncated: bool = False
     reward: float = 0.0
     advantage: float = 0.0
     old_logprobs: torch.Tensor | None = None
@@ -320,54 +298,14 @@ class MicroBatch:
     """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
 
     input_ids: torch.Tensor  # (b, L)
-    rows: torch.Tensor  # (N,) row of each response token in input_ids
-    columns: torch.Tensor  # (N,) its column there
+    rows: torch.Tensor  # (N,) row of each response token
+    columns: torch.Tensor  # (N,) its column in input_ids
     offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
     response_mask: torch.Tensor  # (b, T) fp32, 1 on response tokens, the EOS included
     advantages: torch.Tensor  # (b,)
     rollout_logprobs: torch.Tensor  # (b, T)
     old_logprobs: torch.Tensor | None  # (b, T)
     ref_logprobs: torch.Tensor | None  # (b, T)
-
-
-class HeadLogprobs(torch.autograd.Function):
-    """log_softmax(hidden @ head.T / temperature) at the targets, with the logits of only a few rows in memory.
-
-    Forward keeps one number a row; backward computes the logits of each chunk again. All of softmax is fp32.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden (N, H), head (V, H), targets (N,) -> log-probs (N,) and entropies (N,), fp32."""
-        logprobs, entropies, normalisers = [], [], []
-        for rows, ids in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            logits = (rows @ head.T).float() / temperature  # (chunk, V)
-            normaliser = logits.logsumexp(dim=1)
-            logprobs.append(logits.gather(1, ids[:, None])[:, 0] - normaliser)
-            probs = (logits - normaliser[:, None]).exp_()
-            entropies.append(normaliser - torch.einsum("nv,nv->n", probs, logits))
-            normalisers.append(normaliser)
-        ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers))
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
-        """d logprob / d logits = (onehot(target) - softmax) / temperature."""
-        hidden, head, targets, normalisers = ctx.saved_tensors
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
-        for start in range(0, len(hidden), ctx.chunk_rows):
-            chunk = slice(start, start + ctx.chunk_rows)
-            scale = grad[chunk, None] / ctx.temperature
-            probs = ((hidden[chunk] @ head.T).float() / ctx.temperature - normalisers[chunk, None]).exp_()
-            grad_logits = probs.mul_(-scale).scatter_add_(1, targets[chunk, None], scale).to(head.dtype)
-            grad_hidden[chunk] = grad_logits @ head
-            grad_head.addmm_(grad_logits.T, hidden[chunk])
-        return grad_hidden, grad_head, None, None, None
 
 
 def token_logprobs(
@@ -389,12 +327,11 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
     It is built without memory, sharded, and only then given memory and weights, each rank reading its own slices.
     A trainable model keeps fp32 master weights and computes in args.dtype; a frozen one is stored in that dtype.
     """
-    compute_dtype = DTYPES[args.dtype]
     config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
-            dtype=torch.float32 if trainable else compute_dtype,
+            dtype=torch.float32 if trainable else DTYPES[args.dtype],
             attn_implementation=device.attn_implementation(),
             trust_remote_code=args.trust_remote_code,
         )
@@ -407,25 +344,26 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if args.cpu_offload and device.is_accelerator else OffloadPolicy()
+    offload = args.cpu_offload and device.is_accelerator
+    shard = partial(
+        fsdp.fully_shard,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
+        offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
+    )
     for layer in model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    model.to_empty(device="cpu" if args.cpu_offload else device.torch_device)
-    load_hf_weights(model, folder)
-
+        shard(layer)
+    shard(model)
+    model.to_empty(device="cpu" if offload else device.torch_device)
+    checkpoint.load_hf_weights(model, folder)
     model.token_logprobs = MethodType(token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
+    fsdp.register_fsdp_forward_method(model, "token_logprobs")
     return model
 
 
 def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
     """One vLLM engine for every `rollout_tp` ranks, inside their processes. Its weights arrive by `sync_weights`."""
     sequences = args.prompts_per_step * args.group_size * args.rollout_tp // dist.get_world_size()
-    max_length = args.max_prompt_length + args.max_response_length
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
     with device.starting_engine():
         from vllm import LLM
 
@@ -433,12 +371,10 @@ def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
         llm = LLM(
             model=str(folder),
             load_format="dummy",
-            dtype={"bf16": "bfloat16", "fp32": "float32"}[args.dtype],
-            max_model_len=max_length,
+            dtype=DTYPES[args.dtype],
+            max_model_len=args.max_prompt_length + args.max_response_length,
             max_num_seqs=min(sequences, 1024),
-            kv_cache_memory_bytes=memory.kv_cache_bytes(
-                config, args, device, sequences=sequences, max_length=max_length
-            ),
+            kv_cache_memory_bytes=memory.kv_cache_bytes(folder, args, device),
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
             logprobs_mode="processed_logprobs",  # of softmax(logits / temperature), as in the trainer
@@ -447,7 +383,7 @@ def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
             **device.engine_kwargs(),
-        )
+        )  # fmt: skip
     if device.can_sleep:
         llm.sleep(level=2)
     return llm
@@ -460,24 +396,13 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     norm, head) is cloned, since the engine may look at it after it is sharded again.
     """
     for prefix, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
+        if not isinstance(module, fsdp.FSDPModule):
             continue
         module.unshard()
         for name, weight in module.named_parameters(prefix=prefix, remove_duplicate=False):
             if not isinstance(weight, DTensor):  # weights of modules that are still sharded have their own turn
-                name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-                yield name, weight.detach().clone() if module is model else weight.detach()
+                yield checkpoint.clean_name(name), weight.detach().clone() if module is model else weight.detach()
         module.reshard()
-
-
-def engine_weight_names(engine_model: nn.Module) -> set[str]:
-    """Hugging Face names of all parameters of the engine; a fused one (qkv_proj) counts as its parts."""
-    fused = getattr(engine_model, "packed_modules_mapping", {})
-    names = set()
-    for name, _ in engine_model.named_parameters():
-        whole = next((key for key in fused if f".{key}." in name), None)
-        names |= {name.replace(whole, part) for part in fused[whole]} if whole else {name}
-    return names
 
 
 @torch.no_grad()
@@ -489,7 +414,7 @@ def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
     if device.can_sleep:
         device.empty_cache()
         llm.wake_up(tags=["weights"])
-    owned = llm.apply_model(engine_weight_names)[0]
+    owned = llm.apply_model(engine.weight_names)[0]
     sent = set()
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -510,63 +435,33 @@ def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
 
 
 def rollout(
-    *,
-    llm: "LLM",
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[data.Prompt],
-    seeds: list[int],
-    group_size: int,
-    temperature: float,
-    max_tokens: int,
-    stop_token_ids: list[int],
-    tp_group: dist.ProcessGroup | None,
-) -> list[Sample]:
+    *, prompts: list[data.Prompt], step: int, seed: int, group_size: int, temperature: float, max_tokens: int,
+    stop_token_ids: list[int], llm: "LLM", tokenizer: PreTrainedTokenizerBase, tp_group: dist.ProcessGroup | None,
+) -> list[Sample]:  # fmt: skip
     """Sample `group_size` responses to each prompt: P prompts -> P x G samples, those of a prompt side by side.
 
-    Response j to a prompt is sampled with seed seeds[prompt] + j, whatever else is in the batch. Ranks that share an
-    engine put their prompts together, and each keeps the responses to its own.
+    What is drawn depends on the seed, the step, the prompt's row and the response's place in its group, not on the
+    rest of the batch. Ranks that share an engine put their prompts together, and each keeps the responses to its own.
     """
     from vllm import SamplingParams
 
-    requests = [
-        (prompt.prompt_ids, seed + j) for prompt, seed in zip(prompts, seeds, strict=True) for j in range(group_size)
-    ]
-    first = 0
-    if tp_group is not None:
-        gathered: list[list] = [None] * dist.get_world_size(tp_group)
-        dist.all_gather_object(gathered, requests, group=tp_group)
-        first = sum(len(part) for part in gathered[: dist.get_rank(tp_group)])
-        all_requests = [request for part in gathered for request in part]
-    else:
-        all_requests = requests
-    params = [
-        SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
+    seeds = [engine.sampling_seed(seed, step=step, row=prompt.index) for prompt in prompts]
+    mine = [(p.prompt_ids, seed + j) for p, seed in zip(prompts, seeds, strict=True) for j in range(group_size)]
+    requests, first = engine.gather_requests(mine, tp_group)
+    settings = {"temperature": temperature, "max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
+    settings |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # log-probs of the sampled tokens only
+    params = [SamplingParams(seed=seed, **settings) for _, seed in requests]
+    inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
+    outputs = llm.generate(inputs, params, use_tqdm=False) if inputs else []
+    responses = [output.outputs[0] for output in outputs[first : first + len(mine)]]
+    texts = tokenizer.batch_decode([list(r.token_ids) for r in responses], skip_special_tokens=True)
+    return [
+        Sample(
+            prompt=prompts[i // group_size], response_ids=list(response.token_ids), text=texts[i],
+            rollout_logprobs=list(response.logprobs.logprobs), truncated=response.finish_reason == "length",
         )
-        for _, seed in all_requests
-    ]
-    outputs = (
-        llm.generate([{"prompt_token_ids": ids} for ids, _ in all_requests], params, use_tqdm=False) if params else []
-    )
-    samples = []
-    for i, output in enumerate(outputs[first : first + len(requests)]):
-        response = output.outputs[0]
-        samples.append(
-            Sample(
-                prompt=prompts[i // group_size],
-                response_ids=list(response.token_ids),
-                rollout_logprobs=list(response.logprobs.logprobs),
-                text=tokenizer.decode(response.token_ids, skip_special_tokens=True),
-                truncated=response.finish_reason == "length",
-            )
-        )
-    return samples
+        for i, response in enumerate(responses)
+    ]  # fmt: skip
 
 
 def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
@@ -575,46 +470,42 @@ def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
     micro_batches: list[list[Sample]] = []
-    width = 0
     for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
-        if not micro_batches or (len(micro_batches[-1]) + 1) * width > max_tokens:
+        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
             micro_batches.append([])
-            width = sample.num_tokens
         micro_batches[-1].append(sample)
-    count = torch.tensor([len(micro_batches)], device=device.torch_device)
+    count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
 
 
 def collate(samples: list[Sample], device: Device) -> MicroBatch:
     """Pad samples on the right. No samples: one row of two tokens whose response token counts for nothing."""
-    ids = [sample.prompt.prompt_ids + sample.response_ids for sample in samples] or [[0, 0]]
-    response_lengths = [len(sample.response_ids) for sample in samples] or [1]
-    width = max(response_lengths)
+    is_empty = not samples
+    if is_empty:
+        samples = [Sample(data.Prompt(-1, [0], "", None, {}, "rule", []), [0], [0.0])]
 
-    def padded(values: list[Any], length: int, dtype: torch.dtype) -> torch.Tensor:
-        rows = [F.pad(torch.as_tensor(value, dtype=dtype), (0, length - len(value))) for value in values]
-        return torch.stack(rows).to(device.torch_device, non_blocking=True)
+    def pad(rows: list[Any]) -> torch.Tensor | None:
+        return None if rows[0] is None else pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
-    def optional(name: str) -> torch.Tensor | None:
-        values = [getattr(sample, name) for sample in samples] or [torch.zeros(1)]
-        return None if values[0] is None else padded(values, width, torch.float32)
-
-    mask = padded([[1.0] * length for length in response_lengths], width, torch.float32)
-    rows = [row for row, length in enumerate(response_lengths) for _ in range(length)]
-    offsets = [t for length in response_lengths for t in range(length)]
-    columns = [len(ids[row]) - response_lengths[row] + t for row, t in zip(rows, offsets, strict=True)]
-    return MicroBatch(
-        input_ids=padded(ids, max(map(len, ids)), torch.long),
-        rows=torch.tensor(rows, device=device.torch_device),
-        columns=torch.tensor(columns, device=device.torch_device),
-        offsets=torch.tensor(offsets, device=device.torch_device),
-        response_mask=mask if samples else torch.zeros_like(mask),
-        advantages=torch.tensor([sample.advantage for sample in samples] or [0.0], device=device.torch_device),
-        rollout_logprobs=padded([sample.rollout_logprobs for sample in samples] or [[0.0]], width, torch.float32),
-        old_logprobs=optional("old_logprobs"),
-        ref_logprobs=optional("ref_logprobs"),
+    lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+    prompt_lengths = torch.tensor([len(sample.prompt.prompt_ids) for sample in samples])
+    rows = torch.arange(len(samples)).repeat_interleave(lengths)
+    offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    batch = MicroBatch(
+        input_ids=pad([sample.prompt.prompt_ids + sample.response_ids for sample in samples]),
+        rows=rows,
+        columns=prompt_lengths[rows] + offsets,
+        offsets=offsets,
+        response_mask=(torch.arange(int(lengths.max())) < lengths[:, None]).float() * (not is_empty),
+        advantages=torch.tensor([sample.advantage for sample in samples]),
+        rollout_logprobs=pad([sample.rollout_logprobs for sample in samples]),
+        old_logprobs=pad([sample.old_logprobs for sample in samples]),
+        ref_logprobs=pad([sample.ref_logprobs for sample in samples]),
     )
+    tensors = {name: value for name, value in vars(batch).items() if value is not None}
+    moved = {name: value.to(device.torch_device, non_blocking=True) for name, value in tensors.items()}
+    return MicroBatch(**(vars(batch) | moved))
 
 
 def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
@@ -625,343 +516,145 @@ def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[t
 
 
 @torch.no_grad()
-def check_engine(
-    model: nn.Module, prompts: list[data.Prompt], args: Args, device: Device, sampling: dict[str, Any]
-) -> float:
+def check_engine(model: nn.Module, prompts: list[data.Prompt], args: Args, device: Device, sampling: dict) -> float:
     """Sample a few tokens and compare the engine's log-probs of them with the trainer's: the mean |difference|.
 
-    Raises when it exceeds the tolerance on any rank: an engine that is not what the trainer thinks it is makes every
-    step that follows worthless.
+    Raises on all ranks when it exceeds --engine-tolerance.
     """
-    samples = rollout(
-        prompts=prompts,
-        seeds=[args.seed] * len(prompts),
-        group_size=1,
-        temperature=args.temperature,
-        max_tokens=min(16, args.max_response_length),
-        **sampling,
-    )
-    batch = collate(samples, device)
+    sampling = sampling | {"max_tokens": min(16, args.max_response_length), "group_size": 1}
+    batch = collate(rollout(prompts=prompts, step=0, **sampling), device)
     logprobs, _ = compute_logprobs(model, batch, args)
-    gap = ((logprobs - batch.rollout_logprobs).abs() * batch.response_mask).sum() / batch.response_mask.sum().clamp(
-        min=1
-    )
-    dist.all_reduce(gap, op=dist.ReduceOp.MAX)
-    tolerance = args.engine_tolerance or {"fp32": 1e-3, "bf16": 0.1}[args.dtype]
-    if not gap <= tolerance:  # also true for NaN
-        mine = float((logprobs * batch.response_mask).sum() / batch.response_mask.sum())
-        theirs = float((batch.rollout_logprobs * batch.response_mask).sum() / batch.response_mask.sum())
-        raise RuntimeError(
-            f"engine and trainer disagree: mean log-prob of the same tokens {theirs:.6f} (engine) and {mine:.6f} (trainer), "
-            f"mean |difference| {float(gap):.3g}, allowed {tolerance:.3g} (--engine-tolerance)"
-        )
-    return float(gap)
-
-
-def evaluate(
-    dataset: data.PromptDataset, scorer: rewards.Scorer, args: Args, device: Device, sampling: dict[str, Any]
-) -> dict[str, float]:
-    """Sample one response to every test prompt: {"accuracy", "reward", "response_length", "truncated"}, over all ranks.
-
-    The seeds depend on the run's seed and the row alone: every evaluation of a run draws with the same luck, and none
-    touches a generator that training uses.
-    """
-    rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
-    samples = rollout(
-        prompts=[dataset[row] for row in rows],
-        seeds=[sampling_seed(args.seed, step=-1, row=row) for row in rows],
-        group_size=1,
-        temperature=args.eval_temperature,
-        max_tokens=args.max_response_length,
-        **sampling,
-    )
-    score(scorer, samples)
-    sums = {
-        "accuracy": sum(sample.reward >= 1.0 for sample in samples),
-        "reward": sum(sample.reward for sample in samples),
-        "response_length": sum(len(sample.response_ids) for sample in samples),
-        "truncated": sum(sample.truncated for sample in samples),
-    }
-    return {name: total / len(dataset) for name, total in all_reduce_sums(sums, device).items()}
+    settings = {"tolerance": args.engine_tolerance, "dtype": args.dtype}
+    return engine.check_agreement(logprobs, batch.rollout_logprobs, batch.response_mask, **settings)
 
 
 def score(scorer: rewards.Scorer, samples: list[Sample]) -> dict[str, float]:
     """Fill in the samples' rewards; returns the scorer's metrics."""
-    rewards, metrics = scorer(
+    values, metrics = scorer(
         [sample.prompt.data_source for sample in samples],
         [sample.text for sample in samples],
         [sample.prompt.ground_truth for sample in samples],
         [sample.prompt.extra_info for sample in samples],
         [len(sample.response_ids) for sample in samples],
     )
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
+    for sample, value in zip(samples, values, strict=True):
+        sample.reward = value
     return metrics
 
 
-def sampling_seed(seed: int, *, step: int, row: int) -> int:
-    """Seed of a prompt's first response: differs by run, step and row, and leaves room for its group."""
-    return hash((seed, step, row)) % 2**40 * 2**20  # hashes of integers are the same in every process
+def sample_row(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What samples.jsonl shows of a sample."""
+    row = {"prompt": tokenizer.decode(sample.prompt.prompt_ids), "response": sample.text}
+    return row | {"reward": sample.reward, "ground_truth": sample.prompt.ground_truth}
 
 
-def resolve_args(args: Args, device: Device) -> None:
-    """Fill in the defaults that depend on model and device, and refuse, in one line each, what cannot work."""
-    for name, value in (TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.dtype == "auto":
-        args.dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[device.default_dtype()]
-    world_size = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
-
-    for name in ("prompts_per_step", "group_size", "max_response_length", "rollout_tp", "num_minibatches", "epochs",
-                 "steps", "micro_batch_tokens", "logits_chunk_rows", "max_prompt_length"):  # fmt: skip
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
-    if args.temperature <= 0:
-        raise UserError(f"--temperature {args.temperature}: training needs a temperature above 0")
-    if args.top_p != 1.0 or args.top_k > 0:
-        raise UserError(
-            f"--top-p {args.top_p} --top-k {args.top_k}: training samples from the full distribution, since the trainer's "
-            "log-probs are; use --top-p 1 --top-k 0 and lower --temperature instead"
-        )
-    if args.prompts_per_step % world_size:
-        raise UserError(f"--prompts-per-step {args.prompts_per_step} does not divide over {world_size} ranks")
-    if world_size % args.rollout_tp:
-        raise UserError(f"--rollout-tp {args.rollout_tp} does not divide {world_size} ranks")
-    sequences = args.prompts_per_step * args.group_size // world_size
-    if sequences % args.num_minibatches:
-        raise UserError(
-            f"--num-minibatches {args.num_minibatches} does not divide the {sequences} sequences of a rank "
-            f"(--prompts-per-step {args.prompts_per_step} x --group-size {args.group_size} / {world_size} ranks)"
-        )
-    if args.max_prompt_length + args.max_response_length > args.micro_batch_tokens:
-        raise UserError(
-            f"--micro-batch-tokens {args.micro_batch_tokens} is less than one longest sequence: --max-prompt-length "
-            f"{args.max_prompt_length} + --max-response-length {args.max_response_length}"
-        )
-    parse_template_kwargs(args.chat_template_kwargs)
-
-
-def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """The JSON object of --chat-template-kwargs."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(
-            f"--chat-template-kwargs {text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'"
-        )
-    return value
-
-
-def lr_factor(update: int, *, warmup: int, total: int, decay: str) -> float:
-    """Learning rate of an update (counted from 0) as a share of its peak."""
-    if update < warmup:
-        return (update + 1) / warmup
-    progress = min(1.0, (update - warmup) / max(1, total - warmup))
-    return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[decay]
-
-
-COLUMNS = [
-    Column("reward", "reward"),
-    Column("accuracy", "acc"),
-    Column("response_length", "length", ".1f"),
-    Column("entropy", "entropy"),
-    Column("mismatch_abs", "mismatch", ".1e"),
-    Column("grad_norm", "grad", ".2f"),
-    Column("perf/tokens_per_s", "tok/s", ",.0f"),
-    Column("time/step", "s/step", ".1f"),
-]
-
-
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
-    """Every id that ends a response: the tokenizer's EOS and those of the generation config, which may be several."""
-    ids = {tokenizer.eos_token_id}
-    if (folder / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(eos if isinstance(eos, list) else [eos])
-    return sorted(ids - {None})
-
-
-def make_tp_group(size: int) -> dist.ProcessGroup | None:
-    """This rank's group of `size` neighbours that share an engine; None when every rank has its own."""
-    if size == 1:
-        return None
-    mine = None
-    for first in range(0, dist.get_world_size(), size):
-        ranks = list(range(first, first + size))
-        group = dist.new_group(ranks)  # a collective: every rank takes part in making every group
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
-
-
-def split_minibatches(samples: list[Sample], args: Args) -> Iterator[list[Sample]]:
-    """The samples of each optimizer step. Striding spreads every group over the minibatches of an epoch."""
-    for _ in range(args.epochs):
-        for first in range(args.num_minibatches):
-            yield samples[first :: args.num_minibatches]
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradient down to `max_norm`; returns its norm before, over all ranks."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def apply_update(
-    optimizer: torch.optim.Optimizer, grad_norm: float, bad_updates: int, step: int, args: Args, tracker: Tracker
-) -> int:
-    """Step the optimizer, unless the gradient is NaN or infinite: then weights and moments stay as they are.
-
-    The norm is the same on all ranks, so all of them skip. Returns how many updates in a row were skipped, and raises
-    when they are --max-bad-updates.
-    """
-    if math.isfinite(grad_norm):
-        optimizer.step()
-        bad_updates = 0
-    else:
-        bad_updates += 1
-        tracker.note(f"warning: step {step}: gradient norm {grad_norm}, update skipped ({bad_updates} in a row)")
-    optimizer.zero_grad()
-    if bad_updates >= args.max_bad_updates:
-        raise RuntimeError(f"{bad_updates} updates in a row had a NaN or infinite gradient")
-    return bad_updates
-
-
-def reduce_metrics(
-    sums: dict[str, torch.Tensor], samples: list[Sample], advantages: torch.Tensor, device: Device
-) -> dict[str, float]:
-    """Means over all ranks: `sums` over the trained tokens, rewards and lengths over the sequences, groups over groups."""
-    sequence_sums = {
+def sequence_sums(samples: list[Sample]) -> dict[str, float]:
+    """What is averaged over sequences. Accuracy is the share of responses with a reward of 1 or more."""
+    return {
         "reward": sum(sample.reward for sample in samples),
         "accuracy": sum(sample.reward >= 1.0 for sample in samples),
         "response_length": sum(len(sample.response_ids) for sample in samples),
         "truncated": sum(sample.truncated for sample in samples),
     }
-    totals = all_reduce_sums(
-        sums
-        | sequence_sums
-        | {
-            "zero_advantage_groups": (advantages == 0).all(dim=1).sum(),
-            "prompt_tokens": sum(len(sample.prompt.prompt_ids) for sample in samples),
-            "sequences": len(samples),
-            "groups": len(advantages),
-        },
-        device,
-    )
-    metrics = {name: totals[name] / totals["tokens"] for name in sums if name not in ("tokens", "loss")}
-    metrics |= {name: totals[name] / totals["sequences"] for name in sequence_sums}
-    metrics["loss"] = totals["loss"]
-    metrics["zero_advantage_groups"] = totals["zero_advantage_groups"] / totals["groups"]
-    metrics["tokens"] = totals["prompt_tokens"] + totals["response_length"]
-    return metrics
+
+
+def evaluate(
+    dataset: data.PromptDataset, scorer: rewards.Scorer, args: Args, device: Device, sampling: dict
+) -> dict[str, float]:
+    """Sample one response to every test prompt: accuracy, reward, response length and share of truncated ones.
+
+    The seeds depend on the run's seed and the row alone: every evaluation of a run draws with the same luck, and none
+    touches a generator that training uses.
+    """
+    rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    sampling = sampling | {"temperature": args.eval_temperature, "group_size": 1}
+    samples = rollout(prompts=[dataset[row] for row in rows], step=-1, **sampling)
+    score(scorer, samples)
+    means = launch.all_reduce_means((sequence_sums(samples), len(samples)), device=device)
+    return {f"eval/{name}": value for name, value in means.items()}
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
 
 
 def main(args: Args) -> None:
-    # ==== Set-up ====
+    # ==== Set-up: data, models, engine; then the run that is resumed, if one is ====
     device = get_device()
-    resolve_args(args, device)
+    arguments.fill_in(args, TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS, device)
+    arguments.check_rollout(args)
     data.check_files(args.train_files + args.test_files)
     reward_fn = rewards.load_reward_fn(args.reward_fn)
     if args.dry_run:
-        print(memory.table(resolve_model(args.model), args, ranks=args.dry_run, frozen_models=int(args.kl_coef > 0)))
-        return
+        return print(memory.table(args, ranks=args.dry_run, frozen_models=int(args.kl_coef > 0)))
     rank, world_size = launch.init_distributed(device, timeout_s=args.watchdog_s)
-    folder = resolve_model(args.model)
+    folder = checkpoint.resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    load_prompts = partial(
-        data.load_prompts,
-        tokenizer=tokenizer,
-        max_prompt_length=args.max_prompt_length,
-        chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
-    )
-    train_data = load_prompts(args.train_files)
-    test_data = load_prompts(args.test_files) if args.test_files and args.eval_every else None
-    if args.reward_fn is None:
-        for source in sorted(train_data.data_sources | (test_data.data_sources if test_data else set())):
-            if not rewards.knows(source):
-                raise UserError(f"data_source '{source}' has no reward rule: bring one with --reward-fn file.py:name")
-    if len(train_data) < world_size:
-        raise UserError(f"{world_size} ranks but only {len(train_data)} prompts to train on: use fewer ranks")
-    sampler = data.BatchSampler(
-        len(train_data), args.prompts_per_step, seed=args.seed, rank=rank, world_size=world_size
-    )
+    load = partial(
+        data.load_prompts, tokenizer=tokenizer, max_prompt_length=args.max_prompt_length,
+        chat_template_kwargs=launch.json_object(args.chat_template_kwargs, flag="--chat-template-kwargs"),
+    )  # fmt: skip
+    train_data = load(args.train_files)
+    test_data = load(args.test_files) if args.test_files and args.eval_every else None
+    arguments.check_data(args, train_data, test_data)
+    ranks = {"rank": rank, "world_size": world_size}
+    sampler = data.BatchSampler(len(train_data), args.prompts_per_step, seed=args.seed, **ranks)
     scorer = rewards.Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
 
-    run_dir, checkpoint = find_run(
-        resume=args.resume, resume_from=args.resume_from, run_dir=args.run_dir, script=__file__
-    )
+    run_dir, resume_path = checkpoint.find_run(args, script=__file__)
+    is_resumed = args.resume or resume_path is not None
     tracker = Tracker(
-        args,
-        script=__file__,
-        rank=rank,
-        total_steps=args.steps,
-        columns=COLUMNS,
-        run_dir=run_dir,
-        resume=args.resume or checkpoint is not None,
-        wandb_project=args.wandb_project,
-    )
-    checkpointer = Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
-    phases = Phases(device, watchdog_s=args.watchdog_s)
-    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {len(train_data):,} prompts to train on")
+        args, script=__file__, rank=rank, total_steps=args.steps, columns=RL_COLUMNS, run_dir=run_dir,
+        resume=is_resumed, wandb_project=args.wandb_project,
+    )  # fmt: skip
+    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {arguments.describe(train_data.report)}")
+    checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
+    phases = launch.Phases(device, watchdog_s=args.watchdog_s)
 
-    with phases("setup"):
-        device.seed(args.seed)
+    with phases("set-up"):
+        tp_group = engine.make_tp_group(folder, args.rollout_tp)
         model = shard_model(folder, args, device, trainable=True)
         ref_model = shard_model(folder, args, device, trainable=False) if args.kl_coef > 0 else None
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
         )
         modules = {"policy": (model, optimizer)}
-        step, update, bad_updates, best_accuracy, first_eval = 0, 0, 0, 0.0, None
-        if checkpoint:
-            state, rank_state = checkpointer.load(checkpoint, modules=modules)
-            step, update = state["step"], state["update"]
-            best_accuracy, first_eval = state["best_accuracy"], state["first_eval"]
+        state, rank_state = {"step": 0, "update": 0, "first_eval": None}, None
+        if resume_path:
+            state, rank_state = checkpointer.load(resume_path, modules=modules)
             sampler.load_state_dict(state["sampler"])
-        if args.resume or checkpoint:
-            tracker.resume(step)
+        if is_resumed:
+            tracker.resume(state["step"] if resume_path else -1)
         llm = build_engine(folder, args, device)
         sync_weights(llm, model, device)
         sampling = {
-            "llm": llm,
-            "tokenizer": tokenizer,
-            "stop_token_ids": stop_token_ids(tokenizer, folder),
-            "tp_group": make_tp_group(args.rollout_tp),
-        }
-        first_prompts = [train_data[row] for row in range(min(4, len(train_data)))]
-        gap = check_engine(model, first_prompts, args, device, sampling)
+            "llm": llm, "tokenizer": tokenizer, "tp_group": tp_group, "seed": args.seed, "group_size": args.group_size,
+            "temperature": args.temperature, "max_tokens": args.max_response_length,
+            "stop_token_ids": engine.stop_token_ids(tokenizer, folder),
+        }  # fmt: skip
+        gap = check_engine(model, [train_data[row] for row in range(min(4, len(train_data)))], args, device, sampling)
         tracker.note(f"engine and trainer agree: mean |log-prob difference| {gap:.1e}")
         device.seed(args.seed)  # the engine's start-up draws from the global generators
-        if checkpoint and rank_state:
+        if rank_state:
             device.set_rng_state(rank_state["rng"])
 
+    if test_data and state["first_eval"] is None:
+        with phases("evaluate"):
+            state["first_eval"] = evaluate(test_data, scorer, args, device, sampling)
+        tracker.log_eval(0, state["first_eval"])
+    step, last_eval = state["step"], state["first_eval"]
+    bad_updates = optim.BadUpdates(args.max_bad_updates, note=tracker.note)
     updates_per_step = args.epochs * args.num_minibatches
-    if test_data and first_eval is None:
-        first_eval = last_eval = evaluate(test_data, scorer, args, device, sampling)
-        tracker.log_eval(0, {f"eval/{name}": value for name, value in first_eval.items()})
+    warmup, total = args.warmup_steps * updates_per_step, args.steps * updates_per_step
 
-    while step < args.steps:
-        step += 1
-        start = time.perf_counter()
-        phases.reset()
+    while state["step"] < args.steps:
+        state["step"] += 1
+        step = state["step"]
+        phases.start_step()
 
         # ==== 1. Rollout ====
         with phases("rollout"):
             prompts = [train_data[row] for row in sampler.next_batch()]
-            samples = rollout(
-                prompts=prompts,
-                seeds=[sampling_seed(args.seed, step=step, row=prompt.index) for prompt in prompts],
-                group_size=args.group_size,
-                temperature=args.temperature,
-                max_tokens=args.max_response_length,
-                **sampling,
-            )
+            samples = rollout(prompts=prompts, step=step, **sampling)
             if device.can_sleep:
                 llm.sleep(level=2)  # weights and KV cache are dropped: the next sync brings all weights
 
@@ -976,63 +669,47 @@ def main(args: Args) -> None:
             sample.advantage = advantage
 
         # ==== 4. Old and reference logprobs ====
+        # With one update per rollout the update's own logprobs are the old ones: no pass is needed for them.
+        passes = [("old_logprobs", model)] if updates_per_step > 1 else []
+        passes += [("ref_logprobs", ref_model)] if ref_model is not None else []
         with phases("logprobs"), torch.no_grad():
-            # With one update per rollout the update's own logprobs are the old ones: no pass is needed for them.
-            passes = [("old_logprobs", model)] if updates_per_step > 1 else []
-            passes += [("ref_logprobs", ref_model)] if ref_model is not None else []
-            for name, scored_by in passes:
+            for name, scoring_model in passes:
                 for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
-                    logprobs, _ = compute_logprobs(scored_by, collate(micro_batch, device), args)
+                    logprobs, _ = compute_logprobs(scoring_model, collate(micro_batch, device), args)
                     for sample, row in zip(micro_batch, logprobs, strict=False):
-                        setattr(sample, name, row[: len(sample.response_ids)].clone())
+                        setattr(sample, name, row[: len(sample.response_ids)])
 
         # ==== 5. Update ====
-        sums: dict[str, torch.Tensor | float] = {}
+        sums: dict[str, torch.Tensor] = {}
+        # Every num_minibatches-th sample, so that each minibatch has a part of every group.
+        minibatches = [samples[first :: args.num_minibatches] for first in range(args.num_minibatches)]
         with phases("update"):
-            for minibatch in split_minibatches(samples, args):
-                counts = {"tokens": sum(len(s.response_ids) for s in minibatch), "sequences": len(minibatch)}
-                counts = all_reduce_sums(counts, device)
+            for minibatch in minibatches * args.epochs:
+                num_tokens = sum(len(sample.response_ids) for sample in minibatch)
+                totals = launch.all_reduce_sums({"num_tokens": num_tokens, "num_sequences": len(minibatch)}, device)
                 micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
                 for i, micro_batch in enumerate(micro_batches):
-                    if args.delay_gradient_reduction:
-                        model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+                    model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                     batch = collate(micro_batch, device)
                     new_logprobs, entropy = compute_logprobs(model, batch, args)
+                    weights = token_weights(
+                        batch.response_mask, args.loss_denominator, max_length=args.max_response_length, **totals
+                    )
                     loss, metrics = compute_loss(
                         new_logprobs=new_logprobs,
                         old_logprobs=new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
-                        rollout_logprobs=batch.rollout_logprobs,
-                        ref_logprobs=batch.ref_logprobs,
-                        advantages=batch.advantages,
-                        response_mask=batch.response_mask,
-                        weights=token_weights(
-                            batch.response_mask,
-                            denominator=args.loss_denominator,
-                            num_tokens=counts["tokens"],
-                            num_sequences=counts["sequences"],
-                            max_length=args.max_response_length,
-                        ),
-                        clip_low=args.clip_low,
-                        clip_high=args.clip_high,
-                        kl_coef=args.kl_coef,
-                        kl_estimator=args.kl_estimator,
-                        tis_cap=args.tis_cap,
-                    )
+                        rollout_logprobs=batch.rollout_logprobs, ref_logprobs=batch.ref_logprobs,
+                        advantages=batch.advantages, response_mask=batch.response_mask, weights=weights,
+                        clip_low=args.clip_low, clip_high=args.clip_high, kl_coef=args.kl_coef,
+                        kl_estimator=args.kl_estimator, tis_cap=args.tis_cap,
+                    )  # fmt: skip
                     (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
-                    metrics |= {"entropy": (entropy * batch.response_mask).sum(), "tokens": batch.response_mask.sum()}
-                    for name, value in (metrics | {"loss": loss.detach()}).items():
-                        sums[name] = sums.get(name, 0.0) + value
-
-                for group in optimizer.param_groups:
-                    group["lr"] = args.lr * lr_factor(
-                        update,
-                        warmup=args.warmup_steps * updates_per_step,
-                        total=args.steps * updates_per_step,
-                        decay=args.lr_decay,
-                    )
-                grad_norm = clip_gradients(model, args.max_grad_norm)
-                bad_updates = apply_update(optimizer, grad_norm, bad_updates, step, args, tracker)
-                update += 1
+                    metrics |= {"entropy": (entropy * batch.response_mask).sum()}
+                    sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+                lr = args.lr * optim.lr_factor(state["update"], warmup=warmup, total=total, decay=args.lr_decay)
+                grad_norm = optim.apply_update(model, optimizer, lr=lr, max_grad_norm=args.max_grad_norm)
+                bad_updates.count(grad_norm, step=step)
+                state["update"] += 1
 
         # ==== 6. Sync weights ====
         with phases("sync"):
@@ -1041,71 +718,39 @@ def main(args: Args) -> None:
                 check_engine(model, prompts[:4], args, device, sampling)
 
         # ==== 7. Log, evaluate, save ====
-        metrics = reduce_metrics(sums, samples, advantages, device)
-        metrics |= all_reduce_sums(reward_metrics, device)
-        metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "bad_updates": bad_updates}
-        metrics |= {f"time/{name}": seconds for name, seconds in phases.seconds.items()}
-        metrics["time/step"] = time.perf_counter() - start
-        metrics["perf/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step"]
-        metrics["perf/peak_memory_gib"] = device.peak_memory() / GIB
-        tracker.log(step, metrics)
-        tracker.log_samples(
-            step,
-            [
-                {
-                    "prompt": tokenizer.decode(s.prompt.prompt_ids),
-                    "response": s.text,
-                    "reward": s.reward,
-                    "answer": s.prompt.ground_truth,
-                }
-                for s in samples[: args.group_size]
-            ],
+        means = launch.all_reduce_means(
+            (sums, args.epochs * sum(len(sample.response_ids) for sample in samples)),
+            (sequence_sums(samples) | {"tokens": sum(sample.num_tokens for sample in samples)}, len(samples)),
+            ({"zero_advantage_groups": (advantages == 0).all(dim=1).sum()}, len(advantages)),
+            (reward_metrics, 1.0 / world_size),
+            device=device,
         )
+        tokens = means.pop("tokens") * args.prompts_per_step * args.group_size
+        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": bad_updates.total}
+        tracker.log(step, means | optimisation | phases.metrics(tokens=tokens))
+        tracker.log_samples(step, [sample_row(sample, tokenizer) for sample in samples[: args.group_size]])
 
-        last, stop = step == args.steps, launch.stop_requested(device)
-        accuracy = None
-        if test_data and (last or step % args.eval_every == 0):
+        is_last, stop = step == args.steps, launch.stop_requested(device)
+        evaluated = bool(test_data) and (is_last or step % args.eval_every == 0)
+        if evaluated:
             with phases("evaluate"):
                 last_eval = evaluate(test_data, scorer, args, device, sampling)
-            tracker.log_eval(step, {f"eval/{name}": value for name, value in last_eval.items()})
-            accuracy = last_eval["accuracy"]
-            best_accuracy = max(best_accuracy, accuracy)
-        if stop or (args.save_every and (last or step % args.save_every == 0)):
+            tracker.log_eval(step, last_eval)
+        if stop or (args.save_every and (is_last or step % args.save_every == 0)):
             with phases("save"):
                 checkpointer.save(
-                    step,
-                    modules=modules,
-                    extra={
-                        "step": step,
-                        "update": update,
-                        "sampler": sampler.state_dict(),
-                        "best_accuracy": best_accuracy,
-                        "first_eval": first_eval,
-                    },
-                    rank_state={"rng": device.rng_state()},
-                    score=accuracy,
-                )
-        if stop and not last:
-            checkpointer.wait()
+                    step, modules=modules, extra=state | {"sampler": sampler.state_dict()},
+                    rank_state={"rng": device.rng_state()}, score=last_eval["eval/accuracy"] if evaluated else None,
+                )  # fmt: skip
+        if stop and not is_last:
             tracker.note(f"stopped after step {step}; go on with --resume-from {tracker.run_dir}")
             break
 
     # ==== The end ====
     checkpointer.wait()
     if args.export and step == args.steps:
-        export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
-    curve = tracker.plot(
-        {
-            "accuracy": ["accuracy", "eval/accuracy"],
-            "response length (tokens)": ["response_length", "eval/response_length"],
-        }
-    )
-    summary = {"steps": step}
-    if test_data and step == args.steps:
-        for name in ("accuracy", "response_length"):
-            summary[name] = f"{first_eval[name]:.3f} -> {last_eval[name]:.3f}"
-    tracker.summary(summary | {"run folder": tracker.run_dir, "learning curve": curve})
-    tracker.finish()
+        checkpoint.export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
+    tracker.conclude(step, before=state["first_eval"], after=last_eval, panels=RL_CURVES)
     scorer.close()
 
 

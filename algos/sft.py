@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the policy learns to write the responses of a data set.
 
-A prompt x comes with a response y. The loss is the cross-entropy of the response's tokens, the end of the turn included:
+A prompt x comes with a response y. The loss is the cross-entropy of the response's tokens, its end included:
 
     L = -1/N sum_i sum_t  log pi(y_it | x_i, y_i<t)
 
@@ -13,38 +13,28 @@ conversations the turns of the user, are read and not learnt.
 
 Rows have a `prompt` (text or messages) and a `response`, or `messages`, a whole conversation.
 
-Shapes: b sequences of a micro-batch, L tokens of the longest of them, T trained tokens of the one that has most, N trained
-tokens in all, H hidden size, V vocabulary.
+Shapes: b sequences of a micro-batch, L tokens of the longest of them, T trained tokens of the one that has most,
+N trained tokens in all, H hidden size, V vocabulary.
 """
 
-import json
 import math
-import os
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from common import data, launch
-from common.checkpoint import Checkpointer, export_hf, find_run, load_hf_weights, resolve_model
-from common.device import GIB, Device, get_device
-from common.launch import Phases, UserError, all_reduce_sums
+from common import arguments, checkpoint, data, launch, optim
+from common.device import Device, get_device
+from common.logprobs import HeadLogprobs
 from common.tracking import Column, Tracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -155,7 +145,7 @@ def compute_loss(
     Returns the loss and metrics, each summed over the trained tokens: the caller divides by their global number.
     """
     loss = -(new_logprobs * response_mask).sum() / num_tokens
-    return loss, {"nll": -(new_logprobs.detach() * response_mask).sum()}
+    return loss, {"loss": -(new_logprobs.detach() * response_mask).sum()}
 
 
 # -- shared blocks: the same in every script --------------------------------------------------------------------------
@@ -186,46 +176,6 @@ class MicroBatch:
     response_mask: torch.Tensor  # (b, T) fp32, 1 on trained tokens
 
 
-class HeadLogprobs(torch.autograd.Function):
-    """log_softmax(hidden @ head.T / temperature) at the targets, with the logits of only a few rows in memory.
-
-    Forward keeps one number a row; backward computes the logits of each chunk again. All of softmax is fp32.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden (N, H), head (V, H), targets (N,) -> log-probs (N,) and entropies (N,), fp32."""
-        logprobs, entropies, normalisers = [], [], []
-        for rows, ids in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            logits = (rows @ head.T).float() / temperature  # (chunk, V)
-            normaliser = logits.logsumexp(dim=1)
-            logprobs.append(logits.gather(1, ids[:, None])[:, 0] - normaliser)
-            probs = (logits - normaliser[:, None]).exp_()
-            entropies.append(normaliser - torch.einsum("nv,nv->n", probs, logits))
-            normalisers.append(normaliser)
-        ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers))
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
-        """d logprob / d logits = (onehot(target) - softmax) / temperature."""
-        hidden, head, targets, normalisers = ctx.saved_tensors
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
-        for start in range(0, len(hidden), ctx.chunk_rows):
-            chunk = slice(start, start + ctx.chunk_rows)
-            scale = grad[chunk, None] / ctx.temperature
-            probs = ((hidden[chunk] @ head.T).float() / ctx.temperature - normalisers[chunk, None]).exp_()
-            grad_logits = probs.mul_(-scale).scatter_add_(1, targets[chunk, None], scale).to(head.dtype)
-            grad_hidden[chunk] = grad_logits @ head
-            grad_head.addmm_(grad_logits.T, hidden[chunk])
-        return grad_hidden, grad_head, None, None, None
-
-
 def token_logprobs(
     self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,12 +195,11 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
     It is built without memory, sharded, and only then given memory and weights, each rank reading its own slices.
     A trainable model keeps fp32 master weights and computes in args.dtype; a frozen one is stored in that dtype.
     """
-    compute_dtype = DTYPES[args.dtype]
     config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
-            dtype=torch.float32 if trainable else compute_dtype,
+            dtype=torch.float32 if trainable else DTYPES[args.dtype],
             attn_implementation=device.attn_implementation(),
             trust_remote_code=args.trust_remote_code,
         )
@@ -263,17 +212,20 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if args.cpu_offload and device.is_accelerator else OffloadPolicy()
+    offload = args.cpu_offload and device.is_accelerator
+    shard = partial(
+        fsdp.fully_shard,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
+        offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
+    )
     for layer in model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    model.to_empty(device="cpu" if args.cpu_offload else device.torch_device)
-    load_hf_weights(model, folder)
-
+        shard(layer)
+    shard(model)
+    model.to_empty(device="cpu" if offload else device.torch_device)
+    checkpoint.load_hf_weights(model, folder)
     model.token_logprobs = MethodType(token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
+    fsdp.register_fsdp_forward_method(model, "token_logprobs")
     return model
 
 
@@ -283,13 +235,11 @@ def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
     micro_batches: list[list[Sample]] = []
-    width = 0
     for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
-        if not micro_batches or (len(micro_batches[-1]) + 1) * width > max_tokens:
+        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
             micro_batches.append([])
-            width = sample.num_tokens
         micro_batches[-1].append(sample)
-    count = torch.tensor([len(micro_batches)], device=device.torch_device)
+    count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
 
@@ -297,23 +247,17 @@ def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -
 # Differs from algos/grpo.py: trained tokens may lie anywhere in the sequence.
 def collate(samples: list[Sample], device: Device) -> MicroBatch:
     """Pad examples on the right. No examples: one row of two tokens whose second counts for nothing."""
-    ids = [sample.input_ids for sample in samples] or [[0, 0]]
-    trained = [[t for t, bit in enumerate(sample.loss_mask) if bit] for sample in samples] or [[1]]
-    rows = [row for row, positions in enumerate(trained) for _ in positions]
-    columns = [t for positions in trained for t in positions]
-    offsets = [n for positions in trained for n in range(len(positions))]
-    length, width = max(map(len, ids)), max(map(len, trained))
-    mask = torch.zeros(len(ids), width)
-    if samples:
-        mask[rows, offsets] = 1.0
-    batch = MicroBatch(
-        input_ids=torch.tensor([row + [0] * (length - len(row)) for row in ids]),
-        rows=torch.tensor(rows),
-        columns=torch.tensor(columns),
-        offsets=torch.tensor(offsets),
-        response_mask=mask,
-    )
-    return MicroBatch(**{name: value.to(device.torch_device) for name, value in vars(batch).items()})
+    is_empty = not samples
+    if is_empty:
+        samples = [Sample([0, 0], [0, 1])]
+    input_ids = pad_sequence([torch.tensor(sample.input_ids) for sample in samples], batch_first=True)
+    is_trained = pad_sequence([torch.tensor(sample.loss_mask) for sample in samples], batch_first=True).bool()
+    rows, columns = is_trained.nonzero(as_tuple=True)
+    offsets = is_trained.cumsum(dim=1)[rows, columns] - 1
+    lengths = is_trained.sum(dim=1)
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float() * (not is_empty)
+    batch = MicroBatch(input_ids, rows, columns, offsets, mask)
+    return MicroBatch(**{name: tensor.to(device.torch_device) for name, tensor in vars(batch).items()})
 
 
 def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,54 +267,6 @@ def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[t
     return zeros.index_put(index, logprobs), zeros.index_put(index, entropies)
 
 
-def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """The JSON object of --chat-template-kwargs."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(
-            f"--chat-template-kwargs {text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'"
-        )
-    return value
-
-
-def lr_factor(update: int, *, warmup: int, total: int, decay: str) -> float:
-    """Learning rate of an update (counted from 0) as a share of its peak."""
-    if update < warmup:
-        return (update + 1) / warmup
-    progress = min(1.0, (update - warmup) / max(1, total - warmup))
-    return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[decay]
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradient down to `max_norm`; returns its norm before, over all ranks."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def apply_update(
-    optimizer: torch.optim.Optimizer, grad_norm: float, bad_updates: int, step: int, args: Args, tracker: Tracker
-) -> int:
-    """Step the optimizer, unless the gradient is NaN or infinite: then weights and moments stay as they are.
-
-    The norm is the same on all ranks, so all of them skip. Returns how many updates in a row were skipped, and raises
-    when they are --max-bad-updates.
-    """
-    if math.isfinite(grad_norm):
-        optimizer.step()
-        bad_updates = 0
-    else:
-        bad_updates += 1
-        tracker.note(f"warning: step {step}: gradient norm {grad_norm}, update skipped ({bad_updates} in a row)")
-    optimizer.zero_grad()
-    if bad_updates >= args.max_bad_updates:
-        raise RuntimeError(f"{bad_updates} updates in a row had a NaN or infinite gradient")
-    return bad_updates
-
-
-# Differs from algos/grpo.py: there are no rewards.
 COLUMNS = [
     Column("loss", "loss"),
     Column("entropy", "entropy"),
@@ -381,39 +277,20 @@ COLUMNS = [
 ]
 
 
-# Differs from algos/grpo.py: other arguments.
-def resolve_args(args: Args, device: Device) -> None:
-    """Fill in the defaults that depend on model and device, and refuse, in one line each, what cannot work."""
-    for name, value in (TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.dtype == "auto":
-        args.dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[device.default_dtype()]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in ("batch_size", "num_epochs", "max_length", "micro_batch_tokens", "logits_chunk_rows"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
-    if args.batch_size % world_size:
-        raise UserError(f"--batch-size {args.batch_size} does not divide over {world_size} ranks")
-    if args.max_length > args.micro_batch_tokens:
-        raise UserError(f"--micro-batch-tokens {args.micro_batch_tokens} is less than --max-length {args.max_length}")
-    parse_template_kwargs(args.chat_template_kwargs)
-
-
 # Differs from algos/grpo.py: the loss is what there is to evaluate.
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: data.SFTDataset, args: Args, device: Device) -> dict[str, float]:
-    """Mean cross-entropy and perplexity of the trained tokens of all rows: {"loss", "perplexity"}, over all ranks."""
+def evaluate(dataset: data.SFTDataset, model: nn.Module, args: Args, device: Device) -> dict[str, float]:
+    """Mean cross-entropy and perplexity of the trained tokens of all rows: over all ranks."""
     rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
     samples = [Sample(**vars(dataset[row])) for row in rows]
-    sums = {"nll": 0.0, "tokens": float(sum(sum(sample.loss_mask) for sample in samples))}
+    nll = 0.0
     for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
         batch = collate(micro_batch, device)
         logprobs, _ = compute_logprobs(model, batch, args)
-        sums["nll"] -= (logprobs * batch.response_mask).sum()
-    totals = all_reduce_sums(sums, device)
-    loss = totals["nll"] / totals["tokens"]
-    return {"loss": loss, "perplexity": math.exp(min(loss, 50.0))}
+        nll -= (logprobs * batch.response_mask).sum()
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    loss = launch.all_reduce_means(({"loss": nll}, tokens), device=device)["loss"]
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 50.0))}
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -421,126 +298,114 @@ def evaluate(model: nn.Module, dataset: data.SFTDataset, args: Args, device: Dev
 
 # Differs from algos/grpo.py: batches come from the data, not from the engine.
 def main(args: Args) -> None:
-    # ==== Set-up ====
+    # ==== Set-up: data and model; then the run that is resumed, if one is ====
     device = get_device()
-    resolve_args(args, device)
+    arguments.fill_in(args, TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS, device)
+    arguments.check_counts(args, ("batch_size", "num_epochs", "max_length", *arguments.UPDATE_COUNTS[3:]))
     data.check_files(args.train_files + args.test_files, columns=())
     rank, world_size = launch.init_distributed(device, timeout_s=args.watchdog_s)
-    folder = resolve_model(args.model)
+    arguments.check_batch_size(args.batch_size, longest=args.max_length, args=args)
+    folder = checkpoint.resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    load_sft = partial(
-        data.load_sft,
-        tokenizer=tokenizer,
-        max_length=args.max_length,
-        chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
-    )
-    train_data = load_sft(args.train_files)
-    test_data = load_sft(args.test_files) if args.test_files else None
-    sampler = data.BatchSampler(len(train_data), args.batch_size, seed=args.seed, rank=rank, world_size=world_size)
+    load = partial(
+        data.load_sft, tokenizer=tokenizer, max_length=args.max_length,
+        chat_template_kwargs=launch.json_object(args.chat_template_kwargs, flag="--chat-template-kwargs"),
+    )  # fmt: skip
+    train_data = load(args.train_files)
+    test_data = load(args.test_files) if args.test_files and args.eval_every else None
+    ranks = {"rank": rank, "world_size": world_size}
+    sampler = data.BatchSampler(len(train_data), args.batch_size, seed=args.seed, **ranks)
     if args.steps is None:
         args.steps = max(1, args.num_epochs * len(train_data) // args.batch_size)
 
-    run_dir, checkpoint = find_run(
-        resume=args.resume, resume_from=args.resume_from, run_dir=args.run_dir, script=__file__
-    )
+    run_dir, resume_path = checkpoint.find_run(args, script=__file__)
+    is_resumed = args.resume or resume_path is not None
     tracker = Tracker(
-        args,
-        script=__file__,
-        rank=rank,
-        total_steps=args.steps,
-        columns=COLUMNS,
-        run_dir=run_dir,
-        resume=args.resume or checkpoint is not None,
-        wandb_project=args.wandb_project,
-    )
-    checkpointer = Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
-    phases = Phases(device, watchdog_s=args.watchdog_s)
-    tracker.note(
-        f"{args.model} on {world_size} x {device.name}, {args.dtype}; {len(train_data):,} examples to train on"
-    )
+        args, script=__file__, rank=rank, total_steps=args.steps, columns=COLUMNS, run_dir=run_dir,
+        resume=is_resumed, wandb_project=args.wandb_project,
+    )  # fmt: skip
+    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {arguments.describe(train_data.report)}")
+    checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
+    phases = launch.Phases(device, watchdog_s=args.watchdog_s)
 
-    with phases("setup"):
+    with phases("set-up"):
         device.seed(args.seed)
         model = shard_model(folder, args, device, trainable=True)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
         )
         modules = {"policy": (model, optimizer)}
-        step, bad_updates = 0, 0
-        if checkpoint:
-            state, rank_state = checkpointer.load(checkpoint, modules=modules)
-            step, bad_updates = state["step"], state["bad_updates"]
+        state, rank_state = {"step": 0, "first_eval": None}, None
+        if resume_path:
+            state, rank_state = checkpointer.load(resume_path, modules=modules)
             sampler.load_state_dict(state["sampler"])
-            if rank_state:
-                device.set_rng_state(rank_state["rng"])
-        if args.resume or checkpoint:
-            tracker.resume(step)
+        if is_resumed:
+            tracker.resume(state["step"] if resume_path else -1)
+        if rank_state:
+            device.set_rng_state(rank_state["rng"])
 
-    while step < args.steps:
-        step += 1
-        start = time.perf_counter()
-        phases.reset()
-        samples = [Sample(**vars(train_data[row])) for row in sampler.next_batch()]
-        counts = all_reduce_sums({"tokens": sum(sum(s.loss_mask) for s in samples)}, device)
+    if test_data and state["first_eval"] is None:
+        with phases("evaluate"):
+            state["first_eval"] = evaluate(test_data, model, args, device)
+        tracker.log_eval(0, state["first_eval"])
+    step, last_eval = state["step"], state["first_eval"]
+    bad_updates = optim.BadUpdates(args.max_bad_updates, note=tracker.note)
+    schedule = {"warmup": args.warmup_steps, "total": args.steps, "decay": args.lr_decay}
+
+    while state["step"] < args.steps:
+        state["step"] += 1
+        step = state["step"]
+        phases.start_step()
 
         # ==== 5. Update ====
-        sums: dict[str, torch.Tensor | float] = {}
+        sums: dict[str, torch.Tensor] = {}
         with phases("update"):
+            samples = [Sample(**vars(train_data[row])) for row in sampler.next_batch()]
+            counts = launch.all_reduce_sums({"tokens": sum(sum(sample.loss_mask) for sample in samples)}, device)
             micro_batches = make_micro_batches(samples, args.micro_batch_tokens, device)
             for i, micro_batch in enumerate(micro_batches):
-                if args.delay_gradient_reduction:
-                    model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+                model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                 batch = collate(micro_batch, device)
                 new_logprobs, entropy = compute_logprobs(model, batch, args)
                 loss, metrics = compute_loss(
                     new_logprobs=new_logprobs, response_mask=batch.response_mask, num_tokens=counts["tokens"]
                 )
                 (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
-                for name, value in (metrics | {"entropy": (entropy * batch.response_mask).sum()}).items():
-                    sums[name] = sums.get(name, 0.0) + value
-
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * lr_factor(
-                    step - 1, warmup=args.warmup_steps, total=args.steps, decay=args.lr_decay
-                )
-            grad_norm = clip_gradients(model, args.max_grad_norm)
-            bad_updates = apply_update(optimizer, grad_norm, bad_updates, step, args, tracker)
+                metrics |= {"entropy": (entropy * batch.response_mask).sum()}
+                sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+            lr = args.lr * optim.lr_factor(step - 1, **schedule)
+            grad_norm = optim.apply_update(model, optimizer, lr=lr, max_grad_norm=args.max_grad_norm)
+            bad_updates.count(grad_norm, step=step)
 
         # ==== 7. Log, evaluate, save ====
-        totals = all_reduce_sums(sums | {"all_tokens": sum(s.num_tokens for s in samples)}, device)
-        metrics = {"loss": totals["nll"] / counts["tokens"], "entropy": totals["entropy"] / counts["tokens"]}
-        metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "bad_updates": bad_updates}
-        metrics["time/step"] = time.perf_counter() - start
-        metrics["perf/tokens_per_s"] = totals["all_tokens"] / metrics["time/step"]
-        metrics["perf/peak_memory_gib"] = device.peak_memory() / GIB
-        tracker.log(step, metrics)
+        trained_tokens = sum(sum(sample.loss_mask) for sample in samples)
+        tokens = {"tokens": sum(sample.num_tokens for sample in samples)}
+        means = launch.all_reduce_means((sums, trained_tokens), (tokens, len(samples)), device=device)
+        tokens_per_step = means.pop("tokens") * args.batch_size
+        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": bad_updates.total}
+        tracker.log(step, means | optimisation | phases.metrics(tokens=tokens_per_step))
 
-        last, stop, last_eval = step == args.steps, launch.stop_requested(device), None
-        if test_data and args.eval_every and (last or step % args.eval_every == 0):
+        is_last, stop = step == args.steps, launch.stop_requested(device)
+        evaluated = bool(test_data) and (is_last or step % args.eval_every == 0)
+        if evaluated:
             with phases("evaluate"):
-                last_eval = evaluate(model, test_data, args, device)
-            tracker.log_eval(step, {f"eval/{name}": value for name, value in last_eval.items()})
-        if stop or (args.save_every and (last or step % args.save_every == 0)):
+                last_eval = evaluate(test_data, model, args, device)
+            tracker.log_eval(step, last_eval)
+        if stop or (args.save_every and (is_last or step % args.save_every == 0)):
             with phases("save"):
                 checkpointer.save(
-                    step,
-                    modules=modules,
-                    extra={"step": step, "bad_updates": bad_updates, "sampler": sampler.state_dict()},
-                    rank_state={"rng": device.rng_state()},
-                    score=-last_eval["loss"] if last_eval else None,
-                )
-        if stop and not last:
-            checkpointer.wait()
+                    step, modules=modules, extra=state | {"sampler": sampler.state_dict()},
+                    rank_state={"rng": device.rng_state()}, score=-last_eval["eval/loss"] if evaluated else None,
+                )  # fmt: skip
+        if stop and not is_last:
             tracker.note(f"stopped after step {step}; go on with --resume-from {tracker.run_dir}")
             break
 
     # ==== The end ====
     checkpointer.wait()
     if args.export and step == args.steps:
-        export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
-    curve = tracker.plot({"loss": ["loss", "eval/loss"]})
-    tracker.summary({"steps": step, "run folder": tracker.run_dir, "learning curve": curve})
-    tracker.finish()
+        checkpoint.export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
+    tracker.conclude(step, before=state["first_eval"], after=last_eval, panels={"loss": ["loss", "eval/loss"]})
 
 
 if __name__ == "__main__":

@@ -880,25 +880,23 @@ def _sync_file(path: Path) -> None:
 # ---- which run goes on -----------------------------------------------------------------------------------------------
 
 
-def find_run(
-    *, resume: bool, resume_from: str | None, run_dir: str | None, script: str
-) -> tuple[Path | None, Path | None]:
+def find_run(args: Any, *, script: str) -> tuple[Path | None, Path | None]:
     """(folder of the run, checkpoint to start from) for the arguments --resume, --resume-from and --run-dir.
 
     (None or --run-dir, None): a new run. (folder, None): a run that ended before its first checkpoint starts again in its
     folder. --resume alone takes the newest folder under runs/ that this script made.
     Raises UserError when there is nothing of that name.
     """
-    if not (resume or resume_from):
-        return (Path(run_dir) if run_dir else None), None
-    if resume_from:
-        path = Path(resume_from)
+    if not (args.resume or args.resume_from):
+        return (Path(args.run_dir) if args.run_dir else None), None
+    if args.resume_from:
+        path = Path(args.resume_from)
         if not path.is_dir():
             raise UserError(f"--resume-from {path}: no such folder")
         if _STEP.fullmatch(path.name):  # a checkpoint: the run is two folders up
             return path.resolve().parents[1], path
-    elif run_dir:
-        path = Path(run_dir)
+    elif args.run_dir:
+        path = Path(args.run_dir)
     else:
         runs = Path("runs").glob(f"{Path(script).stem}-*")
         path = max(

@@ -11,6 +11,7 @@ what can happen to a run into an exit code:
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.device import Device
+from common.device import GIB, Device
 
 CTRL_C_GRACE_S = 5.0
 """A rank that waits inside a collective cannot run Python's own handler: it is ended after this many seconds."""
@@ -55,12 +56,35 @@ def init_distributed(device: Device, *, timeout_s: float = 1800.0) -> tuple[int,
     return dist.get_rank(), dist.get_world_size()
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise UserError(message) unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def json_object(text: str, *, flag: str) -> dict[str, Any]:
+    """The JSON object given as the value of a flag."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    require(isinstance(value, dict), f"{flag} {text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'")
+    return value
+
+
 def all_reduce_sums(sums: dict[str, torch.Tensor | float], device: Device) -> dict[str, float]:
     """Sum every value over all ranks, in one collective and one copy to the host. Ranks must have the same keys."""
     values = [torch.as_tensor(value, dtype=torch.float64).to(device.torch_device) for value in sums.values()]
     total = torch.stack(values)
     dist.all_reduce(total)
     return dict(zip(sums, total.tolist(), strict=True))
+
+
+def all_reduce_means(*parts: tuple[dict[str, torch.Tensor | float], float], device: Device) -> dict[str, float]:
+    """Means over all ranks, in one collective. Each part is (sums, count): its sums are divided by its summed count."""
+    sums = {name: value for part, _ in parts for name, value in part.items()}
+    totals = all_reduce_sums(sums | {f"count {i}": count for i, (_, count) in enumerate(parts)}, device)
+    return {name: totals[name] / max(totals[f"count {i}"], 1.0) for i, (part, _) in enumerate(parts) for name in part}
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
@@ -113,7 +137,7 @@ class Phases:
 
     with phases("rollout"):
         ...
-    phases.seconds  # {"rollout": 1.2}, summed since the last reset()
+    phases.seconds  # {"rollout": 1.2}, summed since start_step()
 
     A phase longer than `watchdog_s` seconds ends the process with exit code 1 after printing the phase, the rank and
     every thread's stack, so that a deadlock never burns a night of accelerator time.
@@ -123,6 +147,7 @@ class Phases:
         self.device = device
         self.watchdog_s = watchdog_s
         self.seconds: dict[str, float] = {}
+        self._step_start = time.perf_counter()
         self._current: tuple[str, float] | None = None
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
@@ -135,8 +160,19 @@ class Phases:
         self._current = None
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def reset(self) -> None:
+    def start_step(self) -> None:
+        """Start the clock of a step."""
         self.seconds = {}
+        self._step_start = time.perf_counter()
+
+    def metrics(self, *, tokens: float) -> dict[str, float]:
+        """time/<phase> and time/step in seconds, tokens per second of the whole step, peak memory in GiB."""
+        seconds = time.perf_counter() - self._step_start
+        return {f"time/{name}": value for name, value in self.seconds.items()} | {
+            "time/step": seconds,
+            "perf/tokens_per_s": tokens / seconds,
+            "perf/peak_memory_gib": self.device.peak_memory() / GIB,
+        }
 
     def _watch(self) -> None:
         while True:

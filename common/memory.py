@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from common.checkpoint import resolve_model
 from common.device import GIB, Device, get_device
 
 FREE_MEMORY_SHARE = 0.5
@@ -25,18 +26,23 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
     return 2 * config.num_hidden_layers * heads * head_dim * {"bf16": 2, "fp32": 4}[dtype]
 
 
-def kv_cache_bytes(config: PretrainedConfig, args: Any, device: Device, *, sequences: int, max_length: int) -> int:
-    """Bytes of KV cache for one rank's share of an engine: `--kv-cache-gib`, or what `sequences` full-length ones need.
+def kv_cache_bytes(folder: Path, args: Any, device: Device, *, ranks: int | None = None) -> int:
+    """Bytes of KV cache for one rank's share of an engine: `--kv-cache-gib`, or what a step's sequences need.
 
-    More would lie idle; with less the engine still works, running the sequences in turns. One sequence always fits.
+    More would lie idle; with less the engine still works, running the sequences in turns. Two always fit. `ranks` is
+    the number of ranks of the run (default: torchrun's); on a CPU those of a machine share its memory.
     """
     if args.kv_cache_gib is not None:
         return int(args.kv_cache_gib * GIB)
-    blocks = math.ceil(max_length / 128) + 1  # the largest block that vLLM uses by default, and one being filled
-    per_sequence = blocks * 128 * kv_bytes_per_token(config, args.dtype) // args.rollout_tp
-    ranks_here = 1 if device.is_accelerator else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    limit = int(device.memory()[0] * FREE_MEMORY_SHARE / ranks_here)
-    return max(per_sequence * 2, min(per_sequence * sequences, limit))
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // ranks
+    # Whole blocks (128 tokens is the largest size that vLLM uses by default), and one that is being filled.
+    blocks = math.ceil((args.max_prompt_length + args.max_response_length) / 128) + 1
+    per_sequence = math.ceil(blocks * 128 * kv_bytes_per_token(config, args.dtype) / args.rollout_tp)
+    sharing = 1 if device.is_accelerator else min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    limit = int(device.memory()[0] * FREE_MEMORY_SHARE / sharing)
+    return max(2 * per_sequence, min(sequences * per_sequence, limit))
 
 
 def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Device) -> dict[str, float]:
@@ -67,9 +73,6 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
     layer_inputs = tokens * compute * text.hidden_size * len(layers)
     kept = layer_inputs + layer_activations if args.gradient_checkpointing else layer_activations * len(layers)
 
-    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // ranks
-    length = args.max_prompt_length + args.max_response_length
-    kv = kv_cache_bytes(config, args, device, sequences=sequences, max_length=length)
     return {
         "parameters, fp32 master (sharded)": 4 * parameters / ranks,
         "gradients, fp32 (sharded)": 4 * parameters / ranks,
@@ -84,13 +87,13 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
         * args.logits_chunk_rows
         * text.vocab_size,
         "engine weights": compute * parameters / args.rollout_tp,
-        "engine KV cache": kv,
+        "engine KV cache": kv_cache_bytes(folder, args, device, ranks=ranks),
     }
 
 
-def table(folder: Path, args: Any, *, ranks: int, frozen_models: int) -> str:
+def table(args: Any, *, ranks: int, frozen_models: int) -> str:
     """The plan as text: GiB a rank, the total while training and while sampling, and what the device has."""
-    device = get_device()
+    device, folder = get_device(), resolve_model(args.model)
     rows = plan(folder, args, ranks=ranks, frozen_models=frozen_models, device=device)
     offloaded = args.cpu_offload and device.is_accelerator
     resident = sum(size for name, size in rows.items() if "sharded)" in name and not offloaded)

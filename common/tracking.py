@@ -107,6 +107,25 @@ class Column:
         return format(value, self.format) if math.isfinite(value) else str(value)
 
 
+RL_COLUMNS = [
+    Column("reward", "reward"),
+    Column("accuracy", "acc"),
+    Column("response_length", "length", ".1f"),
+    Column("entropy", "entropy"),
+    Column("mismatch_abs", "mismatch", ".1e"),
+    Column("grad_norm", "grad", ".2f"),
+    Column("perf/tokens_per_s", "tok/s", ",.0f"),
+    Column("time/step", "s/step", ".1f"),
+]
+"""The console of the scripts that sample."""
+
+RL_CURVES = {
+    "accuracy": ["accuracy", "eval/accuracy"],
+    "response length (tokens)": ["response_length", "eval/response_length"],
+}
+"""The panels of their picture."""
+
+
 class Tracker:
     """Writes down what happens in a run.
 
@@ -348,6 +367,23 @@ class Tracker:
         self._print("")
         if self._wandb is not None:
             self._wandb.summary.update({key: _json_safe(value) for key, value in lines.items()})
+
+    def conclude(
+        self,
+        step: int,
+        *,
+        panels: Mapping[str, Sequence[str]],
+        before: Mapping[str, float] | None = None,
+        after: Mapping[str, float] | None = None,
+    ) -> None:
+        """The end of a run: the picture, the outcome (evaluations before and after training) and `finish`."""
+        lines: dict[str, Any] = {"steps": step}
+        for key in after or {}:
+            name = key.removeprefix("eval/")
+            lines[name] = f"{before[key]:.3f} -> {after[key]:.3f}" if before else f"{after[key]:.3f}"
+        lines |= {"run folder": str(self.run_dir), "learning curve": str(self.plot(panels))}
+        self.summary(lines)
+        self.finish()
 
     def finish(self) -> None:
         """Close the files and end the W&B run."""

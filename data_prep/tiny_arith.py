@@ -2,7 +2,7 @@
 
     python data_prep/tiny_arith.py                 # about ten minutes on 2 CPU cores; the same files every time
 
-The model has 0.3 M parameters, Qwen3's architecture and one token per character. It is fine-tuned by algos/sft.py on
+The model has 0.35 M parameters, Qwen3's architecture and one token per character. It is fine-tuned by algos/sft.py on
 sums that are answered in two ways:
 
     a guess, 70 %        123+456=?  ->  #### 571                              mostly wrong
@@ -68,8 +68,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, *, hidden_size: i
         hidden_size=hidden_size,
         intermediate_size=256,
         num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,

@@ -362,15 +362,15 @@ FAMILIES: dict[str, tuple[str, str, list[Case]]] = {
 
 
 def shown(value: Any) -> str:
-    """A cell of the table: escaped, and cut in the middle when long."""
+    """A cell of the table: cut when long, line breaks as a sign, invisible characters as escapes."""
     text = value if isinstance(value, str) else repr(value)
-    text = text.encode("unicode_escape").decode() if not text.isascii() else text
     if len(text) > 70:
         text = f"{text[:40]} ... ({len(text)} characters)"
-    text = text.replace("\\n", "\n") if text.isascii() and "\n" in str(value) and not str(value).isascii() else text
+    text = "".join(f"\\u{ord(c):04x}" if c != "\n" and not c.isprintable() else c for c in text)
     text = text.replace("\n", "\u23ce").replace("|", "\\|")
-    fence = "``" if "`" in text else "`"
-    return f"{fence} {text} {fence}" if "`" in text or not text else f"{fence}{text}{fence}"
+    if not text:
+        return ""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def table() -> str:

@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -768,22 +769,26 @@ def test_two_ranks(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPat
 
 def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    options = {"resume": False, "resume_from": None, "run_dir": None, "script": "algos/grpo.py"}
-    assert find_run(**options) == (None, None)
-    assert find_run(**options | {"run_dir": "mine"}) == (Path("mine"), None)
+    options = {"resume": False, "resume_from": None, "run_dir": None}
+
+    def find(**changes: object) -> tuple[Path | None, Path | None]:
+        return find_run(SimpleNamespace(**options | changes), script="algos/grpo.py")
+
+    assert find() == (None, None)
+    assert find(run_dir="mine") == (Path("mine"), None)
     with pytest.raises(UserError, match=r"--resume: no run of grpo.py under .*runs"):
-        find_run(**options | {"resume": True})
+        find(resume=True)
     for number, name in enumerate(["grpo-1", "grpo-2", "sft-3"]):
         save_small(tmp_path / "runs" / name / "checkpoints", 4, 6)
         (tmp_path / "runs" / name / "args.json").write_text("{}")
         os.utime(tmp_path / "runs" / name, (number, number))
     newest = Path("runs/grpo-2")
-    assert find_run(**options | {"resume": True}) == (newest, newest / "checkpoints" / "step_6")
+    assert find(resume=True) == (newest, newest / "checkpoints" / "step_6")
     (newest / "checkpoints" / "step_6" / "extra.pt").unlink()
-    assert find_run(**options | {"resume": True}) == (newest, newest / "checkpoints" / "step_4")
+    assert find(resume=True) == (newest, newest / "checkpoints" / "step_4")
     older = Path("runs/grpo-1")
-    assert find_run(**options | {"resume_from": str(older)}) == (older, older / "checkpoints" / "step_6")
+    assert find(resume_from=str(older)) == (older, older / "checkpoints" / "step_6")
     step = older / "checkpoints" / "step_4"
-    assert find_run(**options | {"resume_from": str(step)}) == (older.resolve(), step)
+    assert find(resume_from=str(step)) == (older.resolve(), step)
     with pytest.raises(UserError, match="--resume-from elsewhere: no such folder"):
-        find_run(**options | {"resume_from": "elsewhere"})
+        find(resume_from="elsewhere")

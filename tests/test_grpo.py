@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from algos.grpo import HeadLogprobs, compute_advantages, compute_loss, estimate_kl, lr_factor, token_weights
+from algos.grpo import compute_advantages, compute_loss, estimate_kl, token_weights
+from common.logprobs import HeadLogprobs
+from common.optim import lr_factor
 
 # -- advantages -------------------------------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ def test_denominators_by_hand():
     losses = torch.tensor([[1.0, 9, 9], [2, 2, 2]])
 
     def total(denominator: str) -> float:
-        weights = token_weights(mask, denominator=denominator, num_tokens=4, num_sequences=2, max_length=10)
+        weights = token_weights(mask, denominator, num_tokens=4, num_sequences=2, max_length=10)
         return (losses * weights).sum().item()
 
     assert total("token-mean") == pytest.approx((1 + 2 + 2 + 2) / 4)  # 1.75, where a mean of row means is 1.5
@@ -105,7 +107,7 @@ def test_denominators_by_hand():
 def test_an_empty_row_has_no_weight():
     mask = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     for denominator in ("token-mean", "sequence-mean", "constant"):
-        weights = token_weights(mask, denominator=denominator, num_tokens=2, num_sequences=1, max_length=2)
+        weights = token_weights(mask, denominator, num_tokens=2, num_sequences=1, max_length=2)
         assert weights.tolist() == [[0.0, 0.0], [0.5, 0.5]]
 
 
@@ -132,7 +134,8 @@ def random_case(seed: int):
     lengths = [5, 1, 3]
     mask = torch.tensor([[1.0] * n + [0.0] * (5 - n) for n in lengths])
     new, old, engine, ref = (
-        -torch.rand(3, 5, generator=generator, dtype=torch.float64) - 0.5 * k * torch.rand(1, generator=generator).double()
+        -torch.rand(3, 5, generator=generator, dtype=torch.float64)
+        - 0.5 * k * torch.rand(1, generator=generator).double()
         for k in range(4)
     )
     return lengths, mask.double(), new, old, engine, ref, torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -177,7 +180,9 @@ def test_clip_cases_by_hand():
     cases = {(2.0, 1.0): -1.2, (0.5, -1.0): 0.8, (2.0, -1.0): 2.0, (0.5, 1.0): -0.5}
     for (ratio, advantage), expected in cases.items():
         new = torch.tensor([[math.log(ratio)]]).double().requires_grad_()
-        loss, metrics = plain_loss(new, torch.zeros(1, 1).double(), torch.ones(1, 1).double(), torch.tensor([advantage]))
+        loss, metrics = plain_loss(
+            new, torch.zeros(1, 1).double(), torch.ones(1, 1).double(), torch.tensor([advantage])
+        )
         loss.backward()
         assert loss.item() == pytest.approx(expected)
         is_clipped = expected in (-1.2, 0.8)

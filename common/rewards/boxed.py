@@ -129,7 +129,7 @@ def to_latex(answer: str) -> str:
     answer = re.sub(r"\\[dtc]frac", r"\\frac", _DRESS.sub(" ", answer))
     answer = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1].strip('{}')}}}{{{m[2].strip('{}')}}}", answer)
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", answer))
-    answer = answer.replace("**", "^").strip().strip("*_`").rstrip(".").strip()
+    answer = answer.strip().strip("*_`").rstrip(".").replace("**", "^")
     return " ".join(answer.split())
 
 

@@ -38,7 +38,10 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     module: ModuleType = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look modules up there
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise TypeError(f"'{name}' is not a function, it is {function!r:.80}")
+    return function
 
 
 def is_batched(function: Callable[..., Any]) -> bool:

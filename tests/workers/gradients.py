@@ -78,7 +78,7 @@ def loss_and_gradients(folder: Path, changes: dict) -> dict:
             response_mask=batch.response_mask,
             weights=grpo.token_weights(
                 batch.response_mask,
-                denominator=args.loss_denominator,
+                args.loss_denominator,
                 num_tokens=counts["tokens"],
                 num_sequences=counts["sequences"],
                 max_length=args.max_response_length,

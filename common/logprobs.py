@@ -1,0 +1,48 @@
+"""Log-probs of chosen tokens from hidden states, without ever holding the logits of all of them."""
+
+from typing import Any
+
+import torch
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """log_softmax(hidden @ head.T / temperature) at the targets, with the logits of only a few rows in memory.
+
+    Forward keeps one number a row; backward computes the logits of each chunk again. All of softmax is fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden (N, H), head (V, H), targets (N,) -> log-probs (N,) and entropies (N,), fp32.
+
+        Gradients flow from the log-probs to hidden and head; the entropies, in nats, have none.
+        """
+        logprobs, entropies, normalisers = [], [], []
+        for rows, ids in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
+            logits = (rows @ head.T).float() / temperature  # (chunk, V)
+            normaliser = logits.logsumexp(dim=1)
+            logprobs.append(logits.gather(1, ids[:, None])[:, 0] - normaliser)
+            probs = (logits - normaliser[:, None]).exp_()
+            entropies.append(normaliser - torch.einsum("nv,nv->n", probs, logits))
+            normalisers.append(normaliser)
+        ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers))
+        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+        """d logprob / d logits = (onehot(target) - softmax) / temperature."""
+        hidden, head, targets, normalisers = ctx.saved_tensors
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        for start in range(0, len(hidden), ctx.chunk_rows):
+            chunk = slice(start, start + ctx.chunk_rows)
+            scale = grad[chunk, None] / ctx.temperature
+            probs = ((hidden[chunk] @ head.T).float() / ctx.temperature - normalisers[chunk, None]).exp_()
+            grad_logits = probs.mul_(-scale).scatter_add_(1, targets[chunk, None], scale).to(head.dtype)
+            grad_hidden[chunk] = grad_logits @ head
+            grad_head.addmm_(grad_logits.T, hidden[chunk])
+        return grad_hidden, grad_head, None, None, None

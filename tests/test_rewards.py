@@ -3,6 +3,7 @@
 import importlib
 import math
 import random
+import re
 import sys
 import threading
 import time
@@ -314,10 +315,10 @@ def test_countdown_agrees_with_an_evaluation_beside_it(problem: tuple[str, list[
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet="0123456789+-*/() .", max_size=30))
 def test_countdown_evaluates_like_python_where_python_does(text: str) -> None:
-    """Python's own evaluation, of strings made of these characters only, is the oracle (tests may; rewards never do)."""
+    """Python evaluates strings of these characters as the oracle; a test may, a reward never does."""
     try:
         # Fractions in place of the literals make its arithmetic exact.
-        source = __import__("re").sub(r"\d+(?:\.\d+)?", lambda m: f"Fraction('{m[0]}')", text)
+        source = re.sub(r"\d+(?:\.\d+)?", lambda m: f"Fraction('{m[0]}')", text)
         expected = eval(source, {"Fraction": Fraction}) if "**" not in text and "//" not in text else None  # noqa: S307
     except (SyntaxError, ZeroDivisionError, TypeError, AttributeError):
         expected = None

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from common.launch import UserError
 from common.rewards import RewardError, RewardFn, Scorer, load_reward_fn
-from conftest import ROOT
 
 MATH = "lighteval/MATH"
 BOMB = r"\boxed{(10^9)!}"

@@ -15,6 +15,7 @@ or without `prompt`. Nothing is tokenised before it is needed. docs/data.md desc
 import functools
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,9 @@ RL_COLUMNS = ("data_source", "prompt", "reward_model")
 
 PLAIN_TEMPLATE = (
     "{% if messages | length == 1 %}{{ messages[0]['content'] }}{% else %}"
-    "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"
-    "{% if not loop.last %}\n\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}\n\nAssistant:{% endif %}{% endif %}"
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if not loop.last %}{{ '\n\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}{% endif %}"
 )
 """The template of models without one: a lone message as it stands, several as `User: ...` / `Assistant: ...` turns."""
 
@@ -137,7 +138,7 @@ def render_chat(
     elif len(messages) == 1 and _has_markup(tokenizer, template, messages[0]["content"]):
         return messages[0]["content"]
     for name in kwargs:
-        if name not in template and name not in ("tools", "documents"):
+        if not re.search(rf"\b{re.escape(name)}\b", template) and name not in ("tools", "documents"):
             raise UserError(f"--chat-template-kwargs: the chat template of this model has no '{name}'")
     prefill = add_generation_prompt and messages[-1]["role"] == "assistant"
     try:

@@ -187,7 +187,7 @@ def _open_table(path: Path, columns: Sequence[str]) -> pa.Table:
             key = _digest(_file_key(path), *present)
             mapped = cached(f"{path.stem}-{key}.arrow", lambda target: _convert(file, present, target))
         return pa.ipc.open_file(pa.memory_map(str(mapped))).read_all()
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: damaged ({' '.join(str(error).split())[:120]})") from error
 
 

@@ -72,7 +72,7 @@ clean: ## remove the virtual environment and caches; runs/, data/ and models/ st
 # What each stamp does first: look at the system, refuse to mix two devices' packages, make the virtual environment.
 define prepare
 @$(PYTHON) -c '' 2>/dev/null || { echo 'Missing: $(PYTHON) does not start: install Python 3.11 or newer' \
-  '(on Debian and Ubuntu: `sudo apt-get install python3 python3-venv`), or name one: `make PYTHON=...`' >&2; exit 2; }
+  '(on Debian and Ubuntu: `apt-get install python3 python3-venv`), or name one: `make PYTHON=...`' >&2; exit 2; }
 @$(PYTHON) requirements/check_system.py --device $(DEVICE) --venv $(VENV)
 @for other in $(filter-out $(DEVICE),cpu cuda rocm npu); do if [ -e $(VENV)/.stamp-$$other ]; then \
   echo "$(VENV) holds the packages for $$other, not for $(DEVICE): run \`make clean\` first, or name another" \

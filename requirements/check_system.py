@@ -37,6 +37,7 @@ CUDA_DRIVER = 580
 """Oldest NVIDIA driver for CUDA 13, which torch 2.13 is built with."""
 
 MANAGERS = ("apt-get", "dnf", "yum", "zypper", "pacman")
+INSTALL = {"apt-get": "apt-get update && apt-get install", "pacman": "pacman -S"}  # the others: <name> install
 PACKAGES = {
     # What is missing -> the package that has it, for each of MANAGERS.
     "python": ("python3.11 python3.11-venv", "python3.11", "python3.11", "python311", "python"),
@@ -65,19 +66,12 @@ def output_of(*command):
 
 def install_command(packages):
     """The command that installs a package here, from its names for each of MANAGERS."""
-    sudo = "" if os.geteuid() == 0 else "sudo "
-    for manager, package in zip(MANAGERS, packages):
-        if which(manager):
-            return "`%s%s %s %s`" % (sudo, manager, "-S" if manager == "pacman" else "install", package)
-    return "the system's package manager (on Debian and Ubuntu: `%sapt-get install %s`)" % (sudo, packages[0])
-
-
-def imports(module):
-    try:
-        __import__(module)
-        return True
-    except ImportError:
-        return False
+    found = [index for index, manager in enumerate(MANAGERS) if which(manager)]
+    manager, package = MANAGERS[(found or [0])[0]], packages[(found or [0])[0]]
+    command = "%s %s" % (INSTALL.get(manager, manager + " install"), package)
+    if os.geteuid() != 0:
+        command = "sudo " + command.replace("&& ", "&& sudo ")
+    return "`%s`" % command if found else "the system's package manager (on Debian and Ubuntu: `%s`)" % command
 
 
 def loads(library):

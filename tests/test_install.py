@@ -70,7 +70,7 @@ def test_an_old_python_is_named_with_the_command(check: ModuleType, monkeypatch:
     has_python(check, monkeypatch, (3, 9))
     assert only_line(check) == (
         "Python 3.11 or newer is needed and /usr/bin/python3 is 3.9.0: install it with "
-        "`apt-get install python3.11 python3.11-venv`, then `make PYTHON=python3.11 install`"
+        "`apt-get update && apt-get install python3.11 python3.11-venv`, then `make PYTHON=python3.11 install`"
     )
     monkeypatch.setattr(check, "output_of", lambda *command: "" if command[0] == "python3.12" else None)
     assert only_line(check).endswith("name a newer one: `make PYTHON=python3.12 install`")
@@ -93,19 +93,21 @@ def test_a_python_without_wheels_is_refused(
 
 def test_a_missing_libnuma_is_named_with_the_command(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "loads", lambda library: "numa" not in library)
-    assert only_line(check) == "libnuma.so.1 is not found: install it with `apt-get install libnuma1`"
+    assert only_line(check) == "libnuma.so.1 is not found: install it with `apt-get update && apt-get install libnuma1`"
     assert check.missing("cuda", "/nowhere/.venv") == []  # only the CPU engine needs it
     monkeypatch.setattr(check.os, "geteuid", lambda: 1000)
-    assert "`sudo apt-get install libnuma1`" in only_line(check)
+    assert "`sudo apt-get update && sudo apt-get install libnuma1`" in only_line(check)
     monkeypatch.setattr(check, "which", lambda program: "/usr/bin/dnf" if program == "dnf" else None)
     assert "`sudo dnf install numactl-libs`" in only_line(check)
     monkeypatch.setattr(check, "which", lambda program: None)
-    assert "on Debian and Ubuntu: `sudo apt-get install libnuma1`" in only_line(check)
+    assert "on Debian and Ubuntu: `sudo apt-get update && sudo apt-get install libnuma1`" in only_line(check)
 
 
 def test_a_missing_ensurepip_is_named_with_the_command(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "imports", lambda name: name != "ensurepip")
-    assert only_line(check).endswith("(no ensurepip): install it with `apt-get install python3.11-venv`")
+    assert only_line(check).endswith(
+        "(no ensurepip): install it with `apt-get update && apt-get install python3.11-venv`"
+    )
 
 
 def test_a_full_disk_is_named_with_the_numbers(

@@ -67,11 +67,19 @@ def output_of(*command):
 def install_command(packages):
     """The command that installs a package here, from its names for each of MANAGERS."""
     found = [index for index, manager in enumerate(MANAGERS) if which(manager)]
-    manager, package = MANAGERS[(found or [0])[0]], packages[(found or [0])[0]]
-    command = "%s %s" % (INSTALL.get(manager, manager + " install"), package)
+    index = found[0] if found else 0
+    command = "%s %s" % (INSTALL.get(MANAGERS[index], MANAGERS[index] + " install"), packages[index])
     if os.geteuid() != 0:
         command = "sudo " + command.replace("&& ", "&& sudo ")
     return "`%s`" % command if found else "the system's package manager (on Debian and Ubuntu: `%s`)" % command
+
+
+def imports(module):
+    try:
+        __import__(module)
+        return True
+    except ImportError:
+        return False
 
 
 def loads(library):

@@ -1,4 +1,4 @@
-"""Build preferences for the embedded default: pairs for algos/reward_model.py, prompts for PPO against the model it trains.
+"""Build preferences for the embedded default: pairs for algos/reward_model.py, and prompts to run PPO against it.
 
     python data_prep/tiny_pairs.py                 # seconds; the same files every time
 

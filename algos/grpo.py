@@ -139,7 +139,7 @@ class Args:
     max_grad_norm: float = 1.0
     """The gradient is scaled down to this norm."""
     max_bad_updates: int = 3
-    """Stop after this many updates in a row that were skipped for a NaN or infinite gradient."""
+    """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
     micro_batch_tokens: int = 8192
     """Padded tokens in one forward and backward pass of a rank."""
     logits_chunk_rows: int = 1024
@@ -606,7 +606,7 @@ def main(args: Args) -> None:
         args, script=__file__, rank=rank, total_steps=args.steps, columns=RL_COLUMNS, run_dir=run_dir,
         resume=is_resumed, wandb_project=args.wandb_project,
     )  # fmt: skip
-    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {arguments.describe(train_data.report)}")
+    tracker.note(arguments.describe(args, device, train_data.report))
     checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
     phases = launch.Phases(device, watchdog_s=args.watchdog_s)
 
@@ -642,7 +642,7 @@ def main(args: Args) -> None:
             state["first_eval"] = evaluate(test_data, scorer, args, device, sampling)
         tracker.log_eval(0, state["first_eval"])
     step, last_eval = state["step"], state["first_eval"]
-    bad_updates = optim.BadUpdates(args.max_bad_updates, note=tracker.note)
+    updates = optim.Updates(args, tracker=tracker, state=state)
     updates_per_step = args.epochs * args.num_minibatches
     warmup, total = args.warmup_steps * updates_per_step, args.steps * updates_per_step
 
@@ -703,12 +703,12 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low, clip_high=args.clip_high, kl_coef=args.kl_coef,
                         kl_estimator=args.kl_estimator, tis_cap=args.tis_cap,
                     )  # fmt: skip
+                    updates.watch(micro_batch, loss, new_logprobs)
                     (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
                     metrics |= {"entropy": (entropy * batch.response_mask).sum()}
                     sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
                 lr = args.lr * optim.lr_factor(state["update"], warmup=warmup, total=total, decay=args.lr_decay)
-                grad_norm = optim.apply_update(model, optimizer, lr=lr, max_grad_norm=args.max_grad_norm)
-                bad_updates.count(grad_norm, step=step)
+                grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
                 state["update"] += 1
 
         # ==== 6. Sync weights ====
@@ -722,11 +722,11 @@ def main(args: Args) -> None:
             (sums, args.epochs * sum(len(sample.response_ids) for sample in samples)),
             (sequence_sums(samples) | {"tokens": sum(sample.num_tokens for sample in samples)}, len(samples)),
             ({"zero_advantage_groups": (advantages == 0).all(dim=1).sum()}, len(advantages)),
-            (reward_metrics, 1.0 / world_size),
+            (launch.merge_metrics(reward_metrics), 1.0),
             device=device,
         )
         tokens = means.pop("tokens") * args.prompts_per_step * args.group_size
-        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": bad_updates.total}
+        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad}
         tracker.log(step, means | optimisation | phases.metrics(tokens=tokens))
         tracker.log_samples(step, [sample_row(sample, tokenizer) for sample in samples[: args.group_size]])
 

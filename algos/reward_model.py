@@ -96,7 +96,7 @@ class Args:
     max_grad_norm: float = 1.0
     """The gradient is scaled down to this norm."""
     max_bad_updates: int = 3
-    """Stop after this many updates in a row that were skipped for a NaN or infinite gradient."""
+    """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
     micro_batch_tokens: int = 8192
     """Padded tokens in one forward and backward pass of a rank."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -377,7 +377,7 @@ def main(args: Args) -> None:
             state["first_eval"] = evaluate(test_data, model, args, device)
         tracker.log_eval(0, state["first_eval"])
     step, last_eval = state["step"], state["first_eval"]
-    bad_updates = optim.BadUpdates(args.max_bad_updates, note=tracker.note)
+    updates = optim.Updates(args, tracker=tracker, state=state)
     schedule = {"warmup": args.warmup_steps, "total": args.steps, "decay": args.lr_decay}
 
     while state["step"] < args.steps:
@@ -394,17 +394,17 @@ def main(args: Args) -> None:
                 model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                 scores = pair_scores(model, collate(micro_batch, device))
                 loss, metrics = compute_loss(**scores, num_pairs=args.batch_size)
+                updates.watch(micro_batch, loss, scores["chosen_scores"] + scores["rejected_scores"])
                 (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
                 sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
             lr = args.lr * optim.lr_factor(step - 1, **schedule)
-            grad_norm = optim.apply_update(model, optimizer, lr=lr, max_grad_norm=args.max_grad_norm)
-            bad_updates.count(grad_norm, step=step)
+            grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
 
         # ==== 7. Log, evaluate, save ====
         tokens = {"tokens": sum(len(s.prompt_ids) * 2 + len(s.chosen_ids) + len(s.rejected_ids) for s in samples)}
         means = launch.all_reduce_means((sums | tokens, len(samples)), device=device)
         tokens_per_step = means.pop("tokens") * args.batch_size
-        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": bad_updates.total}
+        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad}
         tracker.log(step, means | optimisation | phases.metrics(tokens=tokens_per_step))
 
         is_last, stop = step == args.steps, launch.stop_requested(device)

@@ -93,7 +93,7 @@ class Args:
     max_grad_norm: float = 1.0
     """The gradient is scaled down to this norm."""
     max_bad_updates: int = 3
-    """Stop after this many updates in a row that were skipped for a NaN or infinite gradient."""
+    """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
     micro_batch_tokens: int = 8192
     """Padded tokens in one forward and backward pass of a rank."""
     logits_chunk_rows: int = 1024
@@ -324,7 +324,7 @@ def main(args: Args) -> None:
         args, script=__file__, rank=rank, total_steps=args.steps, columns=COLUMNS, run_dir=run_dir,
         resume=is_resumed, wandb_project=args.wandb_project,
     )  # fmt: skip
-    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {arguments.describe(train_data.report)}")
+    tracker.note(arguments.describe(args, device, train_data.report))
     checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
     phases = launch.Phases(device, watchdog_s=args.watchdog_s)
 
@@ -349,7 +349,7 @@ def main(args: Args) -> None:
             state["first_eval"] = evaluate(test_data, model, args, device)
         tracker.log_eval(0, state["first_eval"])
     step, last_eval = state["step"], state["first_eval"]
-    bad_updates = optim.BadUpdates(args.max_bad_updates, note=tracker.note)
+    updates = optim.Updates(args, tracker=tracker, state=state)
     schedule = {"warmup": args.warmup_steps, "total": args.steps, "decay": args.lr_decay}
 
     while state["step"] < args.steps:
@@ -370,19 +370,19 @@ def main(args: Args) -> None:
                 loss, metrics = compute_loss(
                     new_logprobs=new_logprobs, response_mask=batch.response_mask, num_tokens=counts["tokens"]
                 )
+                updates.watch(micro_batch, loss, new_logprobs)
                 (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
                 metrics |= {"entropy": (entropy * batch.response_mask).sum()}
                 sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
             lr = args.lr * optim.lr_factor(step - 1, **schedule)
-            grad_norm = optim.apply_update(model, optimizer, lr=lr, max_grad_norm=args.max_grad_norm)
-            bad_updates.count(grad_norm, step=step)
+            grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
 
         # ==== 7. Log, evaluate, save ====
         trained_tokens = sum(sum(sample.loss_mask) for sample in samples)
         tokens = {"tokens": sum(sample.num_tokens for sample in samples)}
         means = launch.all_reduce_means((sums, trained_tokens), (tokens, len(samples)), device=device)
         tokens_per_step = means.pop("tokens") * args.batch_size
-        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": bad_updates.total}
+        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad}
         tracker.log(step, means | optimisation | phases.metrics(tokens=tokens_per_step))
 
         is_last, stop = step == args.steps, launch.stop_requested(device)

@@ -68,7 +68,7 @@ def check_batch_size(batch_size: int, *, longest: int, args: Any) -> None:
     require(batch_size % ranks == 0, f"--batch-size {batch_size} does not divide over {ranks} ranks")
     require(
         longest <= args.micro_batch_tokens,
-        f"--micro-batch-tokens {args.micro_batch_tokens} is less than the longest example, {longest} tokens (--max-length)",
+        f"--micro-batch-tokens {args.micro_batch_tokens} is less than one longest example, --max-length {longest}",
     )
 
 
@@ -84,7 +84,10 @@ def check_data(args: Any, train_data: PromptDataset, test_data: PromptDataset | 
     require(len(train_data) >= ranks, f"{ranks} ranks for {len(train_data)} training prompts: use fewer ranks")
 
 
-def describe(report: dict[str, Any]) -> str:
-    """How many rows were kept and what became of the others, in words."""
+def describe(args: Any, device: Device, report: dict[str, Any]) -> str:
+    """One line for the console: the model, what it runs on, how many rows were kept and what became of the others."""
+    model = os.path.relpath(args.model) if os.path.isdir(args.model) else args.model
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     dropped = [f"{count:,} {reason}" for reason, count in report["dropped"].items() if count]
-    return f"{report['kept']:,} rows" + (f" (dropped: {', '.join(dropped)})" if dropped else "")
+    rows = f"{report['kept']:,} rows" + (f" (dropped: {', '.join(dropped)})" if dropped else "")
+    return f"{model} on {ranks} x {device.name}, {args.dtype}; {rows}"

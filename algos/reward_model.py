@@ -351,7 +351,7 @@ def main(args: Args) -> None:
         args, script=__file__, rank=rank, total_steps=args.steps, columns=COLUMNS, run_dir=run_dir,
         resume=is_resumed, wandb_project=args.wandb_project,
     )  # fmt: skip
-    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {arguments.describe(train_data.report)}")
+    tracker.note(arguments.describe(args, device, train_data.report))
     checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
     phases = launch.Phases(device, watchdog_s=args.watchdog_s)
 

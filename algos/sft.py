@@ -373,7 +373,8 @@ def main(args: Args) -> None:
                 updates.watch(micro_batch, loss, new_logprobs)
                 (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
                 metrics |= {"entropy": (entropy * batch.response_mask).sum()}
-                sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + value
             lr = args.lr * optim.lr_factor(step - 1, **schedule)
             grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
 

@@ -251,9 +251,7 @@ def compute_loss(
         "approx_kl": (-log_ratio * response_mask).sum(),  # k1 estimate of KL(pi_old || pi)
         "mismatch_kl": (-mismatch).sum(),  # k1 estimate of KL(engine || trainer)
         "mismatch_abs": mismatch.abs().sum(),
-        "tis_capped": ((importance > tis_cap) * response_mask).sum()
-        if tis_cap > 0
-        else torch.zeros_like(weights).sum(),
+        "tis_capped": ((importance > (tis_cap or torch.inf)) * response_mask).sum(),
     }
     if ref_logprobs is not None:
         kl = estimate_kl(new_logprobs, ref_logprobs, kl_estimator)
@@ -601,7 +599,7 @@ def main(args: Args) -> None:
         args, script=__file__, rank=rank, total_steps=args.steps, columns=RL_COLUMNS, run_dir=run_dir,
         resume=is_resumed, wandb_project=args.wandb_project,
     )  # fmt: skip
-    tracker.note(f"{args.model} on {world_size} x {device.name}, {args.dtype}; {arguments.describe(train_data.report)}")
+    tracker.note(arguments.describe(args, device, train_data.report))
     checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
     phases = launch.Phases(device, watchdog_s=args.watchdog_s)
 
@@ -682,15 +680,15 @@ def main(args: Args) -> None:
         minibatches = [samples[first :: args.num_minibatches] for first in range(args.num_minibatches)]
         with phases("update"):
             for minibatch in minibatches * args.epochs:
-                num_tokens = sum(len(sample.response_ids) for sample in minibatch)
-                totals = launch.all_reduce_sums({"num_tokens": num_tokens, "num_sequences": len(minibatch)}, device)
+                counts = {"num_tokens": sum(len(s.response_ids) for s in minibatch), "num_sequences": len(minibatch)}
+                counts = launch.all_reduce_sums(counts, device)
                 micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
                 for i, micro_batch in enumerate(micro_batches):
                     model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                     batch = collate(micro_batch, device)
                     new_logprobs, entropy = compute_logprobs(model, batch, args)
                     weights = token_weights(
-                        batch.response_mask, args.loss_denominator, max_length=args.max_response_length, **totals
+                        batch.response_mask, args.loss_denominator, max_length=args.max_response_length, **counts
                     )
                     loss, metrics = compute_loss(
                         new_logprobs=new_logprobs,
@@ -703,7 +701,9 @@ def main(args: Args) -> None:
                     updates.watch(micro_batch, loss, new_logprobs)
                     (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
                     metrics |= {"entropy": (entropy * batch.response_mask).sum()}
-                    sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+                    metrics["loss"] = loss.detach() * counts["num_tokens"]  # divided again, so the mean over updates
+                    for name, value in metrics.items():
+                        sums[name] = sums.get(name, 0.0) + value
                 lr = args.lr * optim.lr_factor(state["update"], warmup=warmup, total=total, decay=args.lr_decay)
                 grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
                 state["update"] += 1

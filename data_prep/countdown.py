@@ -4,8 +4,8 @@
     python data_prep/countdown.py --template base --out-dir data/countdown-base
 
 The problems are of the kind of Jiayi-Pan/Countdown-Tasks-3to4, which TinyZero trains on (numbers 1 to 99, targets 10 to
-100). Each is made by carrying out random operations on random numbers, so it has a solution in whole, non-negative steps;
-the solution is kept in `extra_info`. Problems with the same numbers and target occur once, in one split only.
+100). Each is made by carrying out random operations on random numbers, so it has a solution in whole, non-negative
+steps; the solution is kept in `extra_info`. Problems with the same numbers and target occur once, in one split only.
 
 Templates: `instruct` is a system and a user message, and the assistant's turn opened with <think>. `base` is one text
 for models without a chat template; if the tokenizer has one all the same, train with
@@ -28,8 +28,8 @@ MAX_MISSES = 1000
 SYSTEM = "You first think about the problem step by step and then give the answer."
 TASK = (
     "Use the numbers {numbers} to make an expression that equals {target}. You may add (+), subtract (-), multiply (*) "
-    "and divide (/), with parentheses, and must use each number exactly once. Put your thoughts in <think> </think> tags "
-    "and the expression in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+    "and divide (/), with parentheses, and must use each number exactly once. Put your thoughts in <think> </think> "
+    "tags and the expression in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
 )
 OPENING = "Let me think step by step.\n<think>"
 

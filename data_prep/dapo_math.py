@@ -4,7 +4,7 @@ r"""DAPO-Math-17k to train on, AIME 2024 to test on (Yu et al. 2025, Apache-2.0)
     python data_prep/dapo_math.py --source dapo-math-17k.parquet --test-source aime-2024.parquet
 
 The published files already have the five fields, but repeat every problem (about 100 times, AIME 32 times) so that a
-trainer without its own sampling passes over them often. Here each problem stays once: repetitions are epochs and samples.
+trainer without its own sampling passes over them often. Here each problem stays once: epochs and samples repeat it.
 """
 
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 @dataclass
 class Args:
     source: list[str] = field(default_factory=list)
-    """Local .jsonl or .jsonl.gz files with `chosen` and `rejected`; default: the hub's harmless-base and helpful-base."""
+    """Local .jsonl or .jsonl.gz files with `chosen` and `rejected`; default: the hub's two base subsets."""
     out_dir: str = "data/hh_rlhf"
     """Where train.parquet and test.parquet go."""
     test_fraction: float = 0.1

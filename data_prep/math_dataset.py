@@ -22,7 +22,7 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 @dataclass
 class Args:
     source: str | None = None
-    """A folder: the original train/<subject>/<n>.json, or train.jsonl and test.jsonl (or .parquet); default: the hub."""
+    """A folder: the original train/<subject>/<n>.json, or train and test as .jsonl or .parquet; default: the hub."""
     out_dir: str = "data/math"
     """Where train.parquet and test.parquet go."""
 

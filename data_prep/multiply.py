@@ -13,8 +13,8 @@ from common.launch import UserError, launch
 from common.prep import Report, Row, make_row, write_dataset
 
 TASK = (
-    "What is {a} * {b}? Show your working in <think> </think> tags and put the product alone in <answer> </answer> tags, "
-    "for example <answer> 56 </answer>."
+    "What is {a} * {b}? Show your working in <think> </think> tags and put the product alone in <answer> </answer> "
+    "tags, for example <answer> 56 </answer>."
 )
 
 

@@ -11,6 +11,7 @@ ROCm is torch's `cuda` with `torch.version.hip` set; Ascend is the `torch_npu` p
 
 import contextlib
 import functools
+import glob
 import importlib.util
 import logging
 import os
@@ -18,9 +19,11 @@ import random
 import resource
 import sys
 import threading
+import uuid
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,13 +201,42 @@ class Device:
         return {"enforce_eager": True}
 
     def patch_engine(self) -> None:
-        """After `import vllm`: keep CPU sampling from compiling a C++ kernel just to count the rank of a token."""
+        """After `import vllm`, on a CPU: make its sampler lighter, and its shared memory private to this run."""
         if self.is_accelerator:
             return
+        from vllm.distributed.device_communicators import cpu_communicator
         from vllm.v1.sample import sampler
 
+        # Keeps sampling from compiling a C++ kernel just to count the rank of a token.
         if hasattr(sampler, "batched_count_greater_than"):
             sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)
+        if hasattr(cpu_communicator, "_CPUSHMDistributed"):
+            _make_shared_memory_private(cpu_communicator._CPUSHMDistributed)
+
+
+def _make_shared_memory_private(shm_class: Any) -> None:
+    """Give the shared memory of a tensor-parallel engine a name of its own, and remove the name once all ranks have it.
+
+    The engine's name is the same in every run, so that two runs would meet in it, and it stays in /dev/shm after a
+    kill: the next start would fail. Memory without a name lives as long as the processes that use it.
+    """
+    if hasattr(shm_class, "solorl_token"):
+        return
+    make_name, start = shm_class.make_group_name, shm_class._init_cpu_shm
+    shm_class.solorl_token = uuid.uuid4().hex
+
+    def make_group_name(communicator: Any) -> str:
+        token = [shm_class.solorl_token]
+        torch.distributed.broadcast_object_list(token, src=communicator.ranks[0], group=communicator.device_group)
+        return f"{make_name(communicator)}-{token[0]}"
+
+    def start_without_name(self: Any) -> int:
+        handle = start(self)  # returns on no rank before all have attached
+        for path in Path("/dev/shm").glob(f"*{glob.escape(Path(self.group_name).name)}*"):
+            path.unlink(missing_ok=True)
+        return handle
+
+    shm_class.make_group_name, shm_class._init_cpu_shm = staticmethod(make_group_name), start_without_name
 
 
 @functools.cache

@@ -1,11 +1,16 @@
 """One optimizer update: the learning rate's course, the clipped gradient, and the refusal to step on a bad one."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+ROWS_SHOWN = 8
+"""Rows at fault that each rank writes down for a skipped update."""
 
 
 def lr_factor(update: int, *, warmup: int, total: int, decay: str) -> float:
@@ -22,38 +27,100 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def apply_update(model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
-    """Clip the gradient and step, unless the gradient is NaN or infinite: then weights and moments stay as they are.
+class Updates:
+    """Applies updates, but skips one whose loss, gradient or reward is NaN or infinite, on all ranks alike.
 
-    Returns the gradient's norm before clipping. It is the same on all ranks, so all of them step or none does.
+    Weights and moments then stay as they are. The rows at fault are named on the console and written to samples.jsonl;
+    after --max-bad-updates skipped updates in a row the run ends. The counts are part of `state`, the saved state of
+    the run, so a resumed run goes on counting.
+
+        updates.watch(micro_batch, loss, new_logprobs)  # for every micro-batch of the update
+        grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    grad_norm = clip_gradients(model, max_grad_norm)
-    if math.isfinite(grad_norm):
-        optimizer.step()
-    optimizer.zero_grad()
-    return grad_norm
 
+    def __init__(self, args: Any, *, tracker: Any, state: dict[str, Any]) -> None:
+        self.max_grad_norm = args.max_grad_norm
+        self.limit = args.max_bad_updates
+        self.tracker = tracker
+        self.state = state
+        self._watched: list[tuple[Sequence[Any], torch.Tensor, torch.Tensor]] = []
+        for count in ("bad_updates", "bad_updates_in_a_row"):
+            state.setdefault(count, 0)
 
-class BadUpdates:
-    """Counts updates in a row whose gradient was NaN or infinite, and ends the run after `limit` of them."""
+    @property
+    def bad(self) -> int:
+        """How many updates of this run were skipped."""
+        return self.state["bad_updates"]
 
-    def __init__(self, limit: int, *, note: Callable[[str], None]) -> None:
-        self.limit = limit
-        self.note = note
-        self.in_a_row = 0
-        self.total = 0
+    def watch(self, samples: Sequence[Any], loss: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Remember a micro-batch, its loss and numbers (b, ...) that its samples gave, in their order.
 
-    def count(self, grad_norm: float, *, step: int) -> None:
-        """Count one update: tells the console (`note`) when it was skipped, and raises when the limit is reached."""
+        Nothing is read before `apply`, so that the accelerator never waits.
+        """
+        self._watched.append((samples, loss.detach(), numbers.detach().flatten(1).sum(dim=1)))
+
+    def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, step: int) -> float:
+        """Clip the gradient and step, unless something is not finite. Returns the norm before clipping. A collective.
+
+        The norm is the same on all ranks; it is NaN when the loss or a reward was not finite on any of them.
+        Raises RuntimeError, on all ranks, after too many skipped updates in a row.
+        """
+        watched, self._watched = self._watched, []
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        rewards = [getattr(sample, "reward", 0.0) for samples, _, _ in watched for sample in samples]
+        is_finite = all(math.isfinite(number) for number in rewards)
+        if watched:
+            is_finite = is_finite and bool(torch.stack([loss for _, loss, _ in watched]).isfinite().all())
+        everywhere = torch.tensor(float(is_finite), device=next(model.parameters()).device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        grad_norm = clip_gradients(model, self.max_grad_norm) if everywhere > 0 else math.nan
         if math.isfinite(grad_norm):
-            self.in_a_row = 0
-            return
-        self.in_a_row += 1
-        self.total += 1
-        self.note(f"warning: step {step}: gradient norm {grad_norm}, update skipped ({self.in_a_row} in a row)")
-        if self.in_a_row >= self.limit:
+            optimizer.step()
+            self.state["bad_updates_in_a_row"] = 0
+        optimizer.zero_grad()
+        if not math.isfinite(grad_norm):
+            what = f"gradient norm {grad_norm}" if everywhere > 0 else "a loss or reward is NaN or infinite"
+            self._skip(what, watched, step)
+        return grad_norm
+
+    def _skip(self, what: str, watched: list[tuple[Sequence[Any], torch.Tensor, torch.Tensor]], step: int) -> None:
+        """Count a skipped update, say which rows are at fault, and end the run when it is one too many."""
+        self.state["bad_updates"] += 1
+        self.state["bad_updates_in_a_row"] += 1
+        in_a_row = self.state["bad_updates_in_a_row"]
+        mine = [row for samples, _, numbers in watched for row in bad_rows(samples, numbers.tolist())]
+        everyone: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine[:ROWS_SHOWN])
+        rows = [row for rows in everyone for row in rows]
+        self.tracker.log_samples(step, rows)
+        rows_said = "; ".join(f"row {row['row']} (rank {row['rank']}): {row['bad']}" for row in rows[:3])
+        rows_said = f"{rows_said}; see samples.jsonl" if rows else "no row stands out, so it arose in the backward pass"
+        self.tracker.note(f"warning: step {step}: update skipped, {what} ({in_a_row} in a row): {rows_said}")
+        if in_a_row >= self.limit:
             raise RuntimeError(
-                f"step {step}: {self.in_a_row} updates in a row had a NaN or infinite gradient (--max-bad-updates)"
+                f"step {step}: {in_a_row} updates in a row were skipped (--max-bad-updates), the last one because of "
+                f"this: {what}; {rows_said}"
             )
+
+
+def bad_rows(samples: Sequence[Any], numbers: Sequence[float]) -> list[dict[str, Any]]:
+    """The samples that hold a NaN or an infinity, or gave one (`numbers`, one each), as rows for samples.jsonl."""
+    rows = []
+    for sample, number in zip(samples, numbers, strict=False):  # an empty micro-batch has a number, but no sample
+        fields = {
+            name: torch.as_tensor(value, dtype=torch.float64)
+            for name, value in vars(sample).items()
+            if isinstance(value, float | torch.Tensor) or name.endswith("logprobs") and value is not None
+        }
+        bad = [name for name, values in fields.items() if not values.isfinite().all()]
+        if not math.isfinite(number):
+            bad.append("trainer's output")
+        if bad:
+            index = getattr(getattr(sample, "prompt", None), "index", None)
+            ids = {name: value for name, value in vars(sample).items() if name.endswith("_ids")}
+            row = {"bad": ", ".join(bad), "rank": dist.get_rank(), "row": index, "reward": None} | ids
+            if math.isfinite(getattr(sample, "reward", math.nan)):
+                row["reward"] = sample.reward
+            rows.append(row | {"response": getattr(sample, "text", None)})
+    return rows

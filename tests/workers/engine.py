@@ -12,17 +12,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from algos import grpo
-from common import launch
+from common import engine, launch
 from common.data import Prompt
 from common.device import get_device
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the scripts are no installed package
+from algos import grpo  # noqa: E402
 
 LONG_PROMPT = 300
 """Tokens: more than two blocks of the engine's cache, so that a stale block would be found again."""
 
 
-def prompt(ids: list[int]) -> Prompt:
-    return Prompt(0, ids, "x", "", {}, "rule", [])
+def prompt(ids: list[int], index: int = 0) -> Prompt:
+    return Prompt(index, ids, "x", "", {}, "rule", [])
 
 
 def edit(model: torch.nn.Module, name: str, change) -> None:
@@ -50,23 +52,15 @@ def main() -> None:
         "llm": llm,
         "tokenizer": tokenizer,
         "stop_token_ids": [tokenizer.eos_token_id],
-        "tp_group": grpo.make_tp_group(tp),
+        "tp_group": engine.make_tp_group(folder, tp),
     }
-    short = [prompt(tokenizer.encode(f"<|user|>{n}+456=?<|end|><|assistant|>")) for n in (123, 507, 881, 999)]
+    short = [prompt(tokenizer.encode(f"<|user|>{n}+456=?<|end|><|assistant|>"), n) for n in (123, 507, 881, 999)]
     long = [prompt([7 + (i * i) % 90 for i in range(LONG_PROMPT)])]
     results: dict = {"world_size": world_size}
 
     def sample(prompts, *, temperature=args.temperature, seed=11, group_size=1, max_tokens=24):
-        seeds = [seed + 1000 * i for i in range(len(prompts))]
-        samples = grpo.rollout(
-            prompts=prompts,
-            seeds=seeds,
-            group_size=group_size,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            **sampling,
-        )
-        return samples
+        settings = {"temperature": temperature, "seed": seed, "group_size": group_size, "max_tokens": max_tokens}
+        return grpo.rollout(prompts=prompts, step=1, **settings, **sampling)
 
     @torch.no_grad()
     def gap(samples) -> float:

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from algos import grpo
 from common import launch
 from common.data import Prompt
 from common.device import get_device
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the scripts are no installed package
+from algos import grpo  # noqa: E402
 
 VARIANTS = {
     "plain": {"micro_batch_tokens": 100_000},

@@ -353,7 +353,7 @@ def test_no_prompt_fits(write: Callable) -> None:
         prompts(write([row()] * 3), limit=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     conversations=st.lists(
         st.lists(

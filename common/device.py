@@ -184,9 +184,8 @@ class Device:
         for name in ("VLLM_DP_SIZE", "VLLM_DP_RANK"):
             os.environ.pop(name, None)
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-        warnings.filterwarnings(
-            "ignore", message=".*torch.distributed.reduce_op. is deprecated", category=FutureWarning
-        )
+        # Of the engine's own calls.
+        warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on a CPU
         with _dropping_stderr_lines(HARMLESS_LINES):
             yield

@@ -244,9 +244,8 @@ def compute_loss(
     In the first update after a rollout old_logprobs equals new_logprobs, the ratio is 1 and the loss is minus the mean
     advantage, about 0. That is no fault: the gradient of the ratio is the gradient of new_logprobs.
     """
-    log_ratio = ((new_logprobs - old_logprobs) * response_mask).clamp(-20.0, 20.0)  # (b, T)
-    sequence_log_ratio = log_ratio.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
-    ratio = (sequence_log_ratio.detach() + (new_logprobs - new_logprobs.detach())).exp()  # equation 14
+    log_ratio = ((new_logprobs - old_logprobs) * response_mask).sum(1, True) / response_mask.sum(1, True).clamp(min=1)
+    ratio = (log_ratio.detach().clamp(-20.0, 20.0) + (new_logprobs - new_logprobs.detach())).exp()  # equation 14
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     advantages = advantages[:, None]
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)

@@ -11,7 +11,8 @@ with rho_t = pi(o_t) / pi_old(o_t), the probability ratio of token t after and b
 the KL to pi_ref inside the reward: it is a number, and no gradient flows through it.
 
 Where this file departs from the paper, on purpose:
-  1. N counts the response tokens of the whole batch, where the paper counts responses: the same direction, scaled.
+  1. N counts the response tokens of the whole batch (DAPO, arXiv 2503.14476, eq. 8). The paper's mean within each
+     group counts responses, not tokens: the same direction, scaled.
   2. The paper has a KL, and neither rho nor clip. Here beta is 0: no reference model in memory without --kl-coef.
   3. One optimizer step per rollout: pi_old is pi, rho is 1 and nothing is clipped, but the gradient is the policy
      gradient all the same. More steps: --num-minibatches, --epochs.
@@ -109,10 +110,7 @@ class Args:
     """Upper clip range of the ratio, eps_high (DAPO: 0.28)."""
     # Differs from algos/grpo.py: the KL is part of the reward.
     kl_coef: float = 0.0
-    """Weight beta, in the reward, of the KL to the frozen starting model; 0 keeps no reference model."""
-    # Differs from algos/grpo.py: the KL is part of the reward.
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of that KL, detached. In a reward k1 (the paper's) has the gradient of the reverse KL."""
+    """Weight beta in the reward of the KL to the frozen starting model; 0 keeps no reference model."""
     loss_denominator: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """What the summed token losses are divided by: all tokens; each length, then sequences; max length x sequences."""
     tis_cap: float = 2.0
@@ -229,7 +227,7 @@ def token_weights(
 def compute_loss(
     *, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor | None, advantages: torch.Tensor, response_mask: torch.Tensor, weights: torch.Tensor,
-    clip_low: float, clip_high: float, kl_estimator: str, tis_cap: float,
+    clip_low: float, clip_high: float, tis_cap: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
     """The objective J above, negated. Arguments are (b, T), advantages (b,); `weights` as from `token_weights`.
 
@@ -259,8 +257,7 @@ def compute_loss(
         "tis_capped": ((importance > (tis_cap or torch.inf)) * response_mask).sum(),
     }
     if ref_logprobs is not None:
-        kl = estimate_kl(new_logprobs, ref_logprobs, kl_estimator)
-        metrics["kl_ref"] = (kl * response_mask).sum()
+        metrics["kl_ref"] = (estimate_kl(new_logprobs, ref_logprobs, "k1") * response_mask).sum()
 
     # where, not a product: 0 x inf in a padded position would be NaN
     loss = torch.where(response_mask > 0, token_loss * weights, 0.0).sum()
@@ -677,7 +674,7 @@ def main(args: Args) -> None:
                     for sample, row in zip(micro_batch, logprobs, strict=False):
                         setattr(sample, name, row[: len(sample.response_ids)])
         if ref_model is not None:  # R = r - beta KL, and advantages are linear in R
-            kl = torch.stack([estimate_kl(s.old_logprobs, s.ref_logprobs, args.kl_estimator).sum() for s in samples])
+            kl = torch.stack([estimate_kl(s.old_logprobs, s.ref_logprobs, "k1").sum() for s in samples])
             for sample, advantage in zip(samples, compute_advantages(kl.view(-1, args.group_size)).flatten().tolist()):
                 sample.advantage -= args.kl_coef * advantage
 
@@ -702,8 +699,7 @@ def main(args: Args) -> None:
                         old_logprobs=new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
                         rollout_logprobs=batch.rollout_logprobs, ref_logprobs=batch.ref_logprobs,
                         advantages=batch.advantages, response_mask=batch.response_mask, weights=weights,
-                        clip_low=args.clip_low, clip_high=args.clip_high,
-                        kl_estimator=args.kl_estimator, tis_cap=args.tis_cap,
+                        clip_low=args.clip_low, clip_high=args.clip_high, tis_cap=args.tis_cap,
                     )  # fmt: skip
                     updates.watch(micro_batch, loss, new_logprobs)
                     (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum

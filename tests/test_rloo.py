@@ -70,7 +70,7 @@ def test_kl_in_the_reward_has_the_gradient_of_the_kl():
     reference = torch.tensor([0.5, 0.5]).double().log()
     logits = torch.tensor([0.7, 0.3]).double().log().requires_grad_()
     logprobs = logits.log_softmax(0)
-    k1 = estimate_kl(logprobs, reference, Args().kl_estimator).detach()
+    k1 = estimate_kl(logprobs, reference, "k1").detach()
     (logprobs.exp().detach() * k1 * logprobs).sum().backward()
     assert logits.grad[0].item() == pytest.approx(0.1779, abs=1e-4)  # d KL / d z0, as in test_grpo.py
 
@@ -91,7 +91,7 @@ def test_the_kl_is_a_metric_and_no_part_of_the_loss():
 
 def loss_of(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor, **changes):
     arguments = {"rollout_logprobs": old, "ref_logprobs": None, "weights": mask / mask.sum().clamp(min=1)}
-    arguments |= {"clip_low": 0.2, "clip_high": 0.2, "kl_estimator": "k1", "tis_cap": 0.0}
+    arguments |= {"clip_low": 0.2, "clip_high": 0.2, "tis_cap": 0.0}
     return compute_loss(
         new_logprobs=new, old_logprobs=old, advantages=advantages, response_mask=mask, **(arguments | changes)
     )

@@ -51,7 +51,7 @@ TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
 # Differs from algos/grpo.py: fewer fields.
 DEFAULTS = {"lr": 1e-5, "warmup_steps": 10, "num_epochs": 1}
 # Differs from algos/grpo.py: fewer fields.
-TINY_DEFAULTS = {"lr": 1e-3, "warmup_steps": 10, "num_epochs": 4}
+TINY_DEFAULTS = {"lr": 1e-3, "warmup_steps": 10, "num_epochs": 2}
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Args:
     batch_size: int = 64
     """Pairs in one optimizer step, over all ranks (the paper: 64)."""
     num_epochs: int | None = None
-    """Passes over the training data; default 1 (the paper: more overfits), for the embedded model 4."""
+    """Passes over the training data; default 1 (the paper: more overfits), for the embedded model 2."""
     # Differs from algos/grpo.py: by default the data decide.
     steps: int | None = None
     """Optimizer steps; default: what --num-epochs takes."""
@@ -394,7 +394,9 @@ def main(args: Args) -> None:
                 model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                 scores = pair_scores(model, collate(micro_batch, device))
                 loss, metrics = compute_loss(**scores, num_pairs=args.batch_size)
-                updates.watch(micro_batch, loss, scores["chosen_scores"] + scores["rejected_scores"])
+                updates.watch(
+                    micro_batch, loss, torch.stack([scores["chosen_scores"], scores["rejected_scores"]], dim=1)
+                )
                 (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
                 sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
             lr = args.lr * optim.lr_factor(step - 1, **schedule)

@@ -4,13 +4,13 @@
 
 The prompts are the sums of assets/tiny-arith. The chosen response is right and shows its working; the rejected one is
 
-    a guess, 40 %        123+456=?  ->  #### 571                              one in five is right, none is shown to be
-    a slip, 40 %         123+456=?  ->  3+6=9 2+5=8 1+4=5 #### 589            one column is wrong, and so is the answer
-    a misreading, 20 %   123+456=?  ->  3+6=9 2+5=7 1+4=5 #### 576            right working, another answer
+    a guess, 65 %        123+456=?  ->  #### 571                              one in five is right, none is shown to be
+    cut short, 25 %      123+456=?  ->  3+6=9 2+5=7 #### 79                   columns are left out, and not added
+    a slip, 10 %         123+456=?  ->  3+6=9 2+5=8 1+4=5 #### 589            one column is wrong, and so is the answer
 
-so that a reward model has to follow the working: neither length nor form tells the two apart. Three files are written:
-pairs_train.parquet and pairs_test.parquet (no sum in both), and prompts_model.parquet, the training prompts with
-reward_model.style "model".
+Guesses and missing columns can be told by their form. A slip cannot: to see it one has to do the sum, which is too much
+for a model of this size, so about half of the slips go unnoticed. Three files are written: pairs_train.parquet and
+pairs_test.parquet (no sum in both), and prompts_model.parquet, the training prompts with reward_model.style "model".
 """
 
 import argparse
@@ -22,35 +22,43 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tiny_arith import ROOT, guess, working  # beside this script
 
-GUESS_SHARE, SLIP_SHARE = 0.4, 0.4
+GUESS_SHARE, SHORT_SHARE = 0.65, 0.25
+
+
+def column_sums(
+    a: int, b: int, *, slip: tuple[int, int] = (0, 0), places: tuple[int, ...] = (1, 10, 100)
+) -> tuple[str, int]:
+    """(working, answer) of a sum written out at some `places`; slip = (place, error) makes that column wrong."""
+    steps, carry, answer = [], 0, 0
+    for place in places:
+        digits = (a // place % 10, b // place % 10)
+        total = sum(digits) + carry + (slip[1] if slip[0] == place else 0)
+        steps.append(f"{digits[0]}+{digits[1]}" + (f"+{carry}" if carry else "") + f"={total}")
+        carry = total // 10
+        answer += (total if place == places[-1] else total % 10) * place
+    return " ".join(steps), answer
+
+
+def cut_short(a: int, b: int, rng: random.Random) -> str:
+    """The working, and the answer that it leads to, without the column of the hundreds or the tens and hundreds."""
+    steps, answer = column_sums(a, b, places=rng.choice(((1,), (1, 10))))
+    return f"{steps} #### {answer}"
 
 
 def slip(a: int, b: int, rng: random.Random) -> str:
     """The working with one column sum off by 1 or 2, carried on to the answer."""
-    wrong_place, steps, carry, answer = rng.choice((1, 10, 100)), [], 0, 0
-    for place in (1, 10, 100):
-        digits = (a // place % 10, b // place % 10)
-        total = sum(digits) + carry
-        shown = f"{digits[0]}+{digits[1]}" + (f"+{carry}" if carry else "")
-        if place == wrong_place:
-            total += rng.choice([error for error in (-2, -1, 1, 2) if 0 <= total + error <= 19])
-        steps.append(f"{shown}={total}")
-        carry = total // 10
-        answer += (total if place == 100 else total % 10) * place
-    return " ".join(steps) + f" #### {answer}"
-
-
-def misreading(a: int, b: int, rng: random.Random) -> str:
-    """The right working, and an answer that is off by 1 to 9 in one of its digits' places."""
-    error = rng.choice((-1, 1)) * rng.randint(1, 9) * rng.choice((1, 10))
-    return working(a, b).replace(f"#### {a + b}", f"#### {a + b + error}")
+    place = rng.choice((1, 10, 100))
+    room = a // place % 10 + b // place % 10  # the least that the column can come to
+    error = rng.choice([error for error in (-2, -1, 1, 2) if 0 <= room + error <= 18])
+    steps, answer = column_sums(a, b, slip=(place, error))
+    return f"{steps} #### {answer}"
 
 
 def pair_row(prompt: list[dict[str, str]], rng: random.Random) -> dict[str, Any]:
     """`prompt`, `chosen` and `rejected` of a sum written as "123+456=?"."""
     a, b = (int(number) for number in prompt[-1]["content"].removesuffix("=?").split("+"))
     kind = rng.random()
-    make = guess if kind < GUESS_SHARE else slip if kind < GUESS_SHARE + SLIP_SHARE else misreading
+    make = guess if kind < GUESS_SHARE else cut_short if kind < GUESS_SHARE + SHORT_SHARE else slip
     return {"prompt": prompt, "chosen": working(a, b), "rejected": make(a, b, rng)}
 
 

@@ -1,0 +1,904 @@
+"""PPO: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a language model, in one file.
+
+The policy pi answers prompts; a rule or a reward model scores each whole answer. A critic V, a second model with a head
+of one number, predicts at every token what the rest will bring, so that each token gets credit of its own:
+
+    r_t = score at the last token - beta (log pi_old(o_t) - log pi_ref(o_t))           InstructGPT, equation 2
+    A_t = sum_k (gamma lambda)^k delta_{t+k},  delta_t = r_t + gamma V_{t+1} - V_t     GAE, equations 11, 12 and 16
+
+    J   = E[ 1/N sum_t  min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t) ]   PPO, equation 7
+    L_V = E[ 1/2N sum_t max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) ],   R_t = A_t + V_old,t
+
+with rho_t = pi(o_t) / pi_old(o_t); GAE is Schulman et al. 2015, arXiv 1506.02438, and InstructGPT, from where the KL to
+a frozen reference in the reward comes, Ouyang et al. 2022, arXiv 2203.02155. N counts the response tokens of the whole
+batch. V_t is read at the token before o_t, the last one that is known when o_t is chosen.
+
+Where this file departs from the papers, on purpose:
+  1. beta is 0, so no reference model is held in memory (InstructGPT: --kl-coef 0.02). --kl-target steers it
+     (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+  2. The critic is a model of its own with its own optimizer, and the two losses never meet: no value coefficient.
+  3. Its loss is clipped, and A is shifted and scaled to mean 0 and variance 1 over the batch of all ranks, after R was
+     taken from it. Both are customs of implementations (Engstrom et al. 2020, arXiv 2005.12729), not of the paper.
+  4. A truncated response ends like any other: its score stands at its last token, and nothing follows.
+  5. The engine that samples and the trainer that learns round differently. The gap is measured in every step
+     (mismatch_*) and weighted away by truncated importance sampling, --tis-cap (Yao et al. 2025).
+
+    torchrun --nproc_per_node 2 algos/ppo.py                        # the embedded tiny task, on a CPU, in minutes
+    torchrun --nproc_per_node 1 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files data/gsm8k/train.parquet
+    torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen2.5-3B --train-files data/countdown/train.parquet
+
+Shapes: P prompts and B = P x G sequences of this rank, b sequences of a micro-batch, L tokens of the longest of them
+(prompt and response), T tokens of its longest response, N its response tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from common import arguments, checkpoint, data, engine, launch, memory, optim, preferences, rewards, statistics
+from common.device import Device, get_device
+from common.logprobs import HeadLogprobs
+from common.tracking import RL_COLUMNS, RL_CURVES, Tracker
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
+
+# A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
+# Differs from algos/grpo.py: the critic has a learning rate, too.
+DEFAULTS = {"steps": 500, "lr": 1e-6, "critic_lr": 1e-5, "warmup_steps": 10}
+DEFAULTS |= {"max_response_length": 1024, "eval_every": 20}
+# Differs from algos/grpo.py: the critic has a learning rate, too.
+TINY_DEFAULTS = {"steps": 60, "lr": 1e-4, "critic_lr": 1e-3, "warmup_steps": 10}
+TINY_DEFAULTS |= {"max_response_length": 48, "eval_every": 10}
+
+
+@dataclass
+class Args:
+    # -- model and data --
+    model: str = f"{TINY}/model"
+    """Folder or hub name of a Hugging Face causal language model."""
+    critic_model: str | None = None
+    """Folder or hub name of the model that the critic starts from, such as a reward model; default: the policy's."""
+    reward_model: str | None = None
+    """Folder that algos/reward_model.py wrote: it scores the rows whose reward_model.style is "model"."""
+    train_files: tuple[str, ...] = (f"{TINY}/train.parquet",)
+    """Parquet files, folders or globs with verl's five fields."""
+    test_files: tuple[str, ...] = (f"{TINY}/test.parquet",)
+    """The same for evaluation. No names: no evaluation."""
+    max_prompt_length: int = 512
+    """Prompts with more tokens, counted after the chat template, are dropped and counted."""
+    chat_template_kwargs: str = "{}"
+    """JSON passed to the chat template, for example '{"enable_thinking": false}'."""
+    reward_fn: str | None = None
+    """file.py:name of your own compute_score; by default the row's data_source picks the rule."""
+    reward_timeout: float = 5.0
+    """Seconds of wall time after which scoring a response is given up (score 0, counted)."""
+    strict_rewards: bool = False
+    """Stop the run when a reward function raises, instead of counting it in rewards/errors."""
+    trust_remote_code: bool = False
+    """Let the model's repository run its own Python code."""
+
+    # -- rollout --
+    # Differs from algos/grpo.py: as many sequences in a step, without groups.
+    prompts_per_step: int = 256
+    """Prompts in one step, over all ranks."""
+    # Differs from algos/grpo.py: no group is needed.
+    group_size: int = 1
+    """Responses sampled for each prompt (G)."""
+    max_response_length: int | None = None
+    """Longest response in tokens; default 1024, for the embedded task 48."""
+    temperature: float = 1.0
+    """Sampling temperature. Every log-prob is that of softmax(logits / temperature)."""
+    top_p: float = 1.0
+    """Must stay 1: training on a truncated distribution needs log-probs that the trainer does not have."""
+    top_k: int = 0
+    """Must stay 0 (off), for the same reason."""
+    rollout_tp: int = 1
+    """Ranks that share one engine (tensor parallel)."""
+    kv_cache_gib: float | None = None
+    """GiB of KV cache of an engine; default: what the step's sequences need, at most half of the free memory."""
+    engine_check_every: int = 0
+    """Compare engine and trainer log-probs after every n-th sync too; before the first step it is always done."""
+    engine_tolerance: float | None = None
+    """Largest mean |difference| of those log-probs; default 1e-3 in fp32, 0.1 in bf16."""
+
+    # -- algorithm --
+    clip_low: float = 0.2
+    """Lower clip range of the ratio, eps_low (the paper's epsilon)."""
+    clip_high: float = 0.2
+    """Upper clip range of the ratio, eps_high (DAPO: 0.28)."""
+    dual_clip: float = 0.0
+    """Bound of the ratio where the advantage is negative (Ye et al. 2020, arXiv 1912.09729: 3); 0: none."""
+    gamma: float = 1.0
+    """Discount of a reward by every token that lies between (InstructGPT: 1)."""
+    gae_lambda: float = 0.95
+    """1 takes the advantage from what came in the end, 0 from the next token's value (PPO and InstructGPT: 0.95)."""
+    whiten_advantages: bool = True
+    """Shift and scale the advantages to mean 0 and variance 1 over the response tokens of all ranks."""
+    value_clip: float = 0.2
+    """How far a value may move from its old one before its loss holds it (InstructGPT: 0.2); 0: no limit."""
+    critic_warmup: int = 0
+    """First steps in which only the critic learns."""
+    # Differs from algos/grpo.py: the KL is part of the reward.
+    kl_coef: float = 0.0
+    """Weight beta of the KL to the frozen starting model; 0 keeps no reference model (InstructGPT: 0.02)."""
+    kl_target: float | None = None
+    """Steer --kl-coef so that the KL of a whole response comes to this, in nats; default: it stays as it is."""
+    kl_horizon: float = 10000.0
+    """Responses in which that steering changes --kl-coef by a fifth at most (Ziegler et al.: 10000)."""
+    tis_cap: float = 2.0
+    """Cap of the importance weight pi_old / pi_engine of a token; 0 turns the correction off."""
+
+    # -- optimisation --
+    # Differs from algos/grpo.py: another default.
+    steps: int | None = None
+    """Rollout batches to train on; default 500, for the embedded task 100."""
+    # Differs from algos/grpo.py: PPO was made to take several steps on a batch.
+    num_minibatches: int = 4
+    """Optimizer steps per pass over a rollout batch."""
+    epochs: int = 1
+    """Passes over each rollout batch."""
+    # Differs from algos/grpo.py: other papers.
+    lr: float | None = None
+    """Peak learning rate of AdamW; default 1e-6, for the embedded model 1e-4."""
+    critic_lr: float | None = None
+    """The same of the critic; default 1e-5, for the embedded model 1e-3."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises from 0; default 10."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm."""
+    max_bad_updates: int = 3
+    """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
+    micro_batch_tokens: int = 8192
+    """Padded tokens in one forward and backward pass of a rank."""
+    logits_chunk_rows: int = 1024
+    """Response tokens whose logits (rows x vocabulary, fp32) are in memory at a time."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute dtype of trainer and engine; master weights and optimizer are always fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more compute."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer in main memory, for accelerators."""
+    delay_gradient_reduction: bool = False
+    """Reduce gradients over ranks only at the last micro-batch: fewer collectives, one unsharded gradient in memory."""
+
+    # -- logging and checkpoints --
+    seed: int = 1
+    """Seed of everything random. The same command gives the same run."""
+    run_dir: str | None = None
+    """Folder of this run; default runs/<script>-<time>-<seed>."""
+    eval_every: int | None = None
+    """Evaluate before the first step, every n steps and after the last; 0: never. Default 20, embedded task 10."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of the evaluation; 0 is greedy."""
+    save_every: int = 0
+    """Write a checkpoint every n steps; 0: only when the run is told to stop (SIGTERM)."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, beside the best by evaluation."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint: of --run-dir, or else of the newest run of this script."""
+    resume_from: str | None = None
+    """The same from this run folder or checkpoint."""
+    export: bool = True
+    """Write the trained model as a Hugging Face folder, <run>/hf, at the end."""
+    export_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of that folder."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+    watchdog_s: float = 1800.0
+    """Seconds after which a phase counts as stuck: the run stops and names it."""
+    dry_run: int = 0
+    """Print the memory that each of this many ranks needs, without loading weights, and stop."""
+
+
+# -- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def compute_rewards(
+    *, scores: torch.Tensor, old_logprobs: torch.Tensor | None, ref_logprobs: torch.Tensor | None,
+    response_mask: torch.Tensor, kl_coef: float,
+) -> torch.Tensor:  # fmt: skip
+    """Reward of each token: the response's score at its last one, less the weighted KL at every one. (B, T)
+
+    The KL is the estimate k1 = log pi_old - log pi_ref, a plain number without gradient: as a reward it has the
+    gradient of the reverse KL in expectation. `scores` is (B,).
+    """
+    is_last = (response_mask > 0) & (response_mask.cumsum(dim=1) == response_mask.sum(dim=1, keepdim=True))
+    rewards = scores[:, None] * is_last
+    if ref_logprobs is not None:
+        rewards = rewards - kl_coef * (old_logprobs - ref_logprobs) * response_mask
+    return rewards
+
+
+# Differs from algos/grpo.py: generalised advantage estimation.
+def compute_advantages(
+    *, rewards: torch.Tensor, values: torch.Tensor, response_mask: torch.Tensor, gamma: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns of each token, (B, T), 0 where the mask is. GAE, equation 16, from the last token back.
+
+    After the last response token there is nothing: value 0. Masked tokens are as if they were not there.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        is_response = response_mask[:, t] > 0
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(is_response, delta + gamma * gae_lambda * next_advantage, next_advantage)
+        next_value = torch.where(is_response, values[:, t], next_value)
+        advantages[:, t] = torch.where(is_response, next_advantage, 0.0)
+    return advantages, advantages + torch.where(response_mask > 0, values, 0.0)
+
+
+def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, device: Device) -> torch.Tensor:
+    """Mean 0 and variance 1 over the response tokens of all ranks. (B, T) -> (B, T). A collective."""
+    tokens = advantages[response_mask > 0].double()
+    mean = launch.all_reduce_means(({"mean": tokens.sum()}, len(tokens)), device=device)["mean"]
+    squares = {"variance": (tokens - mean).square().sum()}
+    variance = launch.all_reduce_means((squares, len(tokens)), device=device)["variance"]
+    return torch.where(response_mask > 0, (advantages - mean) / (variance + 1e-8) ** 0.5, 0.0)
+
+
+def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
+    """beta of the next step, after one where a response's mean KL was `kl` nats; Ziegler et al. 2019, section 2.2."""
+    if args.kl_target is None:
+        return kl_coef
+    error = min(max(kl / args.kl_target - 1.0, -0.2), 0.2)
+    return kl_coef * (1.0 + error * args.prompts_per_step * args.group_size / args.kl_horizon)
+
+
+# Differs from algos/grpo.py: an advantage for each token, dual clip, and no KL.
+def compute_loss(
+    *, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor, response_mask: torch.Tensor, weights: torch.Tensor, clip_low: float, clip_high: float,
+    dual_clip: float, tis_cap: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Equation 7 of the PPO paper, negated. Arguments are (b, T); `weights` is the mask over the global token count.
+
+    Returns the loss and metrics, each summed over the response tokens: the caller divides by their global number.
+
+    In the first update after a rollout old_logprobs equals new_logprobs, the ratio is 1 and the loss is minus the mean
+    advantage, about 0. That is no fault: the gradient of the ratio is the gradient of new_logprobs.
+    """
+    log_ratio = ((new_logprobs - old_logprobs) * response_mask).clamp(-20.0, 20.0)  # (b, T)
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    is_clipped = clipped_ratio * advantages < ratio * advantages
+    lowest = torch.where(advantages < 0, (dual_clip or torch.inf) * advantages, -torch.inf)
+    is_dual_clipped = objective < lowest
+    objective = torch.maximum(objective, lowest)
+
+    mismatch = ((old_logprobs - rollout_logprobs) * response_mask).detach().clamp(-20.0, 20.0)
+    importance = mismatch.exp()
+    if tis_cap > 0:
+        objective = objective * importance.clamp(max=tis_cap)
+
+    metrics = {
+        "loss": (-objective * response_mask).sum(),
+        "clip_fraction": (is_clipped * response_mask).sum(),
+        "dual_clip_fraction": (is_dual_clipped * response_mask).sum(),
+        "approx_kl": (-log_ratio * response_mask).sum(),  # k1 estimate of KL(pi_old || pi)
+        "mismatch_kl": (-mismatch).sum(),  # k1 estimate of KL(engine || trainer)
+        "mismatch_abs": mismatch.abs().sum(),
+        "tis_capped": ((importance > (tis_cap or torch.inf)) * response_mask).sum(),
+    }
+    # where, not a product: 0 x inf in a padded position would be NaN
+    loss = torch.where(response_mask > 0, -objective * weights, 0.0).sum()
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def compute_value_loss(
+    *, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor,
+    weights: torch.Tensor, value_clip: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Half the squared error of the values, the larger one of clipped and unclipped. Arguments are (b, T).
+
+    Returns the loss and metrics, each summed over the response tokens: the caller divides by their global number.
+    """
+    limit = value_clip or torch.inf
+    clipped_values = old_values + (values - old_values).clamp(-limit, limit)
+    errors, clipped_errors = (values - returns).square(), (clipped_values - returns).square()
+    token_loss = 0.5 * torch.maximum(errors, clipped_errors)
+    metrics = {
+        "value_loss": (token_loss * response_mask).sum(),
+        "value_clip_fraction": ((clipped_errors > errors) * response_mask).sum(),
+    }
+    loss = torch.where(response_mask > 0, token_loss * weights, 0.0).sum()
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+# -- shared blocks: the same in every script --------------------------------------------------------------------------
+
+
+# Differs from algos/grpo.py: every token has a value, an advantage and a return.
+@dataclass
+class Sample:
+    """One prompt and one response to it. Token ids are the truth; the text only serves the rewards."""
+
+    prompt: data.Prompt
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    text: str = ""
+    truncated: bool = False
+    reward: float = 0.0
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.prompt_ids) + len(self.response_ids)
+
+
+# Differs from algos/grpo.py: every token has a value, an advantage and a return.
+@dataclass
+class MicroBatch:
+    """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
+
+    input_ids: torch.Tensor  # (b, L)
+    rows: torch.Tensor  # (N,) row of each response token
+    columns: torch.Tensor  # (N,) its column in input_ids
+    offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
+    response_mask: torch.Tensor  # (b, T) fp32, 1 on response tokens, the EOS included
+    rollout_logprobs: torch.Tensor  # (b, T)
+    old_logprobs: torch.Tensor | None  # (b, T), and so are the others
+    ref_logprobs: torch.Tensor | None
+    values: torch.Tensor | None
+    advantages: torch.Tensor | None
+    returns: torch.Tensor | None
+
+
+def token_logprobs(
+    self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of each response token (N,). A forward method of the model, so that FSDP gathers its head.
+
+    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
+    """
+    hidden = self.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (b, L, H)
+    hidden = hidden[batch.rows, batch.columns - 1]  # (N, H): position t - 1 predicts token t
+    targets = batch.input_ids[batch.rows, batch.columns]
+    return HeadLogprobs.apply(hidden, self.get_output_embeddings().weight, targets, temperature, chunk_rows)
+
+
+def token_scores(self: nn.Module, input_ids: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """What the head says at the tokens [rows, columns] of input_ids: (N,) fp32. A forward method, as token_logprobs.
+
+    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
+    """
+    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, L, H)
+    return hidden[rows, columns].float() @ self.score.weight[0].float()
+
+
+# Differs from algos/grpo.py: critic and reward model have a head of one number.
+def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool, scalar_head: bool = False) -> nn.Module:
+    """The model of `folder`, sharded over all ranks by FSDP2; no rank ever holds all of it.
+
+    It is built without memory, sharded, and only then given memory and weights, each rank reading its own slices.
+    A trainable model keeps fp32 master weights and computes in args.dtype; a frozen one is stored in that dtype.
+    With `scalar_head` the head is one number, 0 everywhere if the folder has none.
+    """
+    labels = {"num_labels": 1} if scalar_head else {}
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, **labels)
+    model_class = transformers.AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = model_class.from_config(
+            config,
+            dtype=torch.float32 if trainable else DTYPES[args.dtype],
+            attn_implementation=device.attn_implementation(),
+            trust_remote_code=args.trust_remote_code,
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the same tokens must get the same log-probs twice
+    model.config.attention_dropout = 0.0
+    model.requires_grad_(trainable)
+    model.train()  # transformers checkpoints gradients only in training mode
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    offload = args.cpu_offload and device.is_accelerator
+    shard = partial(
+        fsdp.fully_shard,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
+        offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
+    )
+    for layer in model.get_decoder().layers:
+        shard(layer)
+    shard(model)
+    model.to_empty(device="cpu" if offload else device.torch_device)
+    head = {"zero_init": ["score.weight"], "skip": ["lm_head.weight"]} if scalar_head else {}
+    checkpoint.load_hf_weights(model, folder, **head)
+    method = token_scores if scalar_head else token_logprobs
+    setattr(model, method.__name__, MethodType(method, model))
+    fsdp.register_fsdp_forward_method(model, method.__name__)
+    return model
+
+
+def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
+    """One vLLM engine for every `rollout_tp` ranks, inside their processes. Its weights arrive by `sync_weights`."""
+    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // dist.get_world_size()
+    with device.starting_engine():
+        from vllm import LLM
+
+        device.patch_engine()
+        llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            dtype=DTYPES[args.dtype],
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            max_num_seqs=min(sequences, 1024),
+            kv_cache_memory_bytes=memory.kv_cache_bytes(folder, args, device),
+            tensor_parallel_size=args.rollout_tp,
+            distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
+            logprobs_mode="processed_logprobs",  # of softmax(logits / temperature), as in the trainer
+            generation_config="vllm",  # no sampling defaults from the model's folder
+            async_scheduling=False,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+            **device.engine_kwargs(),
+        )  # fmt: skip
+    if device.can_sleep:
+        llm.sleep(level=2)
+    return llm
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under its Hugging Face name, unsharded, in compute dtype: one all-gather, and one copy, per layer.
+
+    A tied head comes beside the embedding, for engines that pack the head apart. What the root holds (embedding,
+    norm, head) is cloned, since the engine may look at it after it is sharded again.
+    """
+    for prefix, module in model.named_modules():
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        module.unshard()
+        for name, weight in module.named_parameters(prefix=prefix, remove_duplicate=False):
+            if not isinstance(weight, DTensor):  # weights of modules that are still sharded have their own turn
+                yield checkpoint.clean_name(name), weight.detach().clone() if module is model else weight.detach()
+        module.reshard()
+
+
+@torch.no_grad()
+def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
+    """Hand the trainer's weights to the engine. Raises when it owns one that was not sent, or lacks one that was.
+
+    On accelerators the engine wakes for it in two stages, so that weights in flight and KV cache are never both there.
+    """
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["weights"])
+    owned = llm.apply_model(engine.weight_names)[0]
+    sent = set()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights(model):
+            if name not in owned | {"lm_head.weight"}:
+                raise RuntimeError(f"weight sync: the engine has no weight {name}")
+            sent.add(name)
+            yield name, weight
+        if owned - sent:
+            raise RuntimeError(f"weight sync: the engine was not given {sorted(owned - sent)}")
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(), "is_checkpoint_format": True})
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["kv_cache"])
+    if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
+        raise RuntimeError("the engine did not drop its prefix cache: a request still holds blocks of it")
+
+
+def rollout(
+    *, prompts: list[data.Prompt], step: int, seed: int, group_size: int, temperature: float, max_tokens: int,
+    stop_token_ids: list[int], llm: "LLM", tokenizer: PreTrainedTokenizerBase, tp_group: dist.ProcessGroup | None,
+) -> list[Sample]:  # fmt: skip
+    """Sample `group_size` responses to each prompt: P prompts -> P x G samples, those of a prompt side by side.
+
+    What is drawn depends on the seed, the step, the prompt's row and the response's place in its group, not on the
+    rest of the batch. Ranks that share an engine put their prompts together, and each keeps the responses to its own.
+    """
+    from vllm import SamplingParams
+
+    seeds = [engine.sampling_seed(seed, step=step, row=prompt.index) for prompt in prompts]
+    mine = [(p.prompt_ids, seed + j) for p, seed in zip(prompts, seeds, strict=True) for j in range(group_size)]
+    requests, first = engine.gather_requests(mine, tp_group)
+    settings = {"temperature": temperature, "max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
+    settings |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # log-probs of the sampled tokens only
+    params = [SamplingParams(seed=seed, **settings) for _, seed in requests]
+    inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
+    outputs = llm.generate(inputs, params, use_tqdm=False) if inputs else []
+    responses = [output.outputs[0] for output in outputs[first : first + len(mine)]]
+    texts = tokenizer.batch_decode([list(r.token_ids) for r in responses], skip_special_tokens=True)
+    return [
+        Sample(
+            prompt=prompts[i // group_size], response_ids=list(response.token_ids), text=texts[i],
+            rollout_logprobs=list(response.logprobs.logprobs), truncated=response.finish_reason == "length",
+        )
+        for i, response in enumerate(responses)
+    ]  # fmt: skip
+
+
+def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+
+    Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
+    """
+    micro_batches: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
+        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
+            micro_batches.append([])
+        micro_batches[-1].append(sample)
+    count = torch.tensor(len(micro_batches), device=device.torch_device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
+
+
+# Differs from algos/grpo.py: every token has a value, an advantage and a return.
+def collate(samples: list[Sample], device: Device) -> MicroBatch:
+    """Pad samples on the right. No samples: one row of two tokens whose response token counts for nothing."""
+    is_empty = not samples
+    if is_empty:
+        zeros = {name: torch.zeros(1) for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")}
+        samples = [Sample(data.Prompt(-1, [0], "", None, {}, "rule", []), [0], [0.0], **zeros)]
+
+    def pad(rows: list[Any]) -> torch.Tensor | None:
+        return None if rows[0] is None else pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
+
+    lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+    prompt_lengths = torch.tensor([len(sample.prompt.prompt_ids) for sample in samples])
+    rows = torch.arange(len(samples)).repeat_interleave(lengths)
+    offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    batch = MicroBatch(
+        input_ids=pad([sample.prompt.prompt_ids + sample.response_ids for sample in samples]),
+        rows=rows,
+        columns=prompt_lengths[rows] + offsets,
+        offsets=offsets,
+        response_mask=(torch.arange(int(lengths.max())) < lengths[:, None]).float() * (not is_empty),
+        rollout_logprobs=pad([sample.rollout_logprobs for sample in samples]),
+        old_logprobs=pad([sample.old_logprobs for sample in samples]),
+        ref_logprobs=pad([sample.ref_logprobs for sample in samples]),
+        values=pad([sample.values for sample in samples]),
+        advantages=pad([sample.advantages for sample in samples]),
+        returns=pad([sample.returns for sample in samples]),
+    )
+    tensors = {name: value for name, value in vars(batch).items() if value is not None}
+    moved = {name: value.to(device.torch_device, non_blocking=True) for name, value in tensors.items()}
+    return MicroBatch(**(vars(batch) | moved))
+
+
+def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the response tokens, (b, T) fp32, 0 in padded positions."""
+    logprobs, entropies = model.token_logprobs(batch, args.temperature, args.logits_chunk_rows)
+    zeros, index = torch.zeros_like(batch.response_mask), (batch.rows, batch.offsets)
+    return zeros.index_put(index, logprobs), zeros.index_put(index, entropies)
+
+
+def compute_values(critic: nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """The critic's value at the token before each response token, the state in which it is chosen. (b, T) fp32."""
+    values = critic.token_scores(batch.input_ids, batch.rows, batch.columns - 1)
+    return torch.zeros_like(batch.response_mask).index_put((batch.rows, batch.offsets), values)
+
+
+@torch.no_grad()
+def check_engine(model: nn.Module, prompts: list[data.Prompt], args: Args, device: Device, sampling: dict) -> float:
+    """Sample a few tokens and compare the engine's log-probs of them with the trainer's: the mean |difference|.
+
+    Raises on all ranks when it exceeds --engine-tolerance.
+    """
+    sampling = sampling | {"max_tokens": min(16, args.max_response_length), "group_size": 1}
+    batch = collate(rollout(prompts=prompts, step=0, **sampling), device)
+    logprobs, _ = compute_logprobs(model, batch, args)
+    settings = {"tolerance": args.engine_tolerance, "dtype": args.dtype}
+    return engine.check_agreement(logprobs, batch.rollout_logprobs, batch.response_mask, **settings)
+
+
+# Differs from algos/grpo.py: a reward model scores the rows that ask for one.
+@torch.no_grad()
+def score(
+    scorer: rewards.Scorer, samples: list[Sample], reward_model: nn.Module | None, args: Args, device: Device
+) -> dict[str, float]:
+    """Fill in the samples' rewards; returns the scorer's metrics.
+
+    The reward model reads the policy's own tokens, and its score is the one at the last of them, be it EOS or the point
+    where a response was cut off.
+    """
+    ruled = [sample for sample in samples if sample.prompt.reward_style != "model"]
+    values, metrics = scorer(
+        [sample.prompt.data_source for sample in ruled],
+        [sample.text for sample in ruled],
+        [sample.prompt.ground_truth for sample in ruled],
+        [sample.prompt.extra_info for sample in ruled],
+        [len(sample.response_ids) for sample in ruled],
+    )
+    for sample, value in zip(ruled, values, strict=True):
+        sample.reward = value
+    if reward_model is not None:
+        judged = [sample for sample in samples if sample.prompt.reward_style == "model"]
+        for micro_batch in make_micro_batches(judged, args.micro_batch_tokens, device):
+            last = torch.tensor([sample.num_tokens - 1 for sample in micro_batch] or [0], device=device.torch_device)
+            rows = torch.arange(len(last), device=device.torch_device)
+            scores = reward_model.token_scores(collate(micro_batch, device).input_ids, rows, last)
+            for sample, value in zip(micro_batch, scores.tolist(), strict=False):
+                sample.reward = value
+    return metrics
+
+
+def sample_row(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What samples.jsonl shows of a sample."""
+    row = {"prompt": tokenizer.decode(sample.prompt.prompt_ids), "response": sample.text}
+    return row | {"reward": sample.reward, "ground_truth": sample.prompt.ground_truth}
+
+
+def sequence_sums(samples: list[Sample]) -> dict[str, float]:
+    """What is averaged over sequences. Accuracy is the share of responses with a reward of 1 or more."""
+    return {
+        "reward": sum(sample.reward for sample in samples),
+        "accuracy": sum(sample.reward >= 1.0 for sample in samples),
+        "response_length": sum(len(sample.response_ids) for sample in samples),
+        "truncated": sum(sample.truncated for sample in samples),
+    }
+
+
+# Differs from algos/grpo.py: a reward model scores the rows that ask for one.
+def evaluate(
+    dataset: data.PromptDataset, scorer: rewards.Scorer, reward_model: nn.Module | None, args: Args, device: Device,
+    sampling: dict,
+) -> dict[str, float]:  # fmt: skip
+    """Sample one response to every test prompt: accuracy, reward, response length and share of truncated ones.
+
+    The seeds depend on the run's seed and the row alone: every evaluation of a run draws with the same luck, and none
+    touches a generator that training uses.
+    """
+    rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    sampling = sampling | {"temperature": args.eval_temperature, "group_size": 1}
+    samples = rollout(prompts=[dataset[row] for row in rows], step=-1, **sampling)
+    score(scorer, samples, reward_model, args, device)
+    means = launch.all_reduce_means((sequence_sums(samples), len(samples)), device=device)
+    return {f"eval/{name}": value for name, value in means.items()}
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+# Differs from algos/grpo.py: a critic learns beside the policy, and tells what each token is worth.
+def main(args: Args) -> None:
+    # ==== Set-up: data, models, engine; then the run that is resumed, if one is ====
+    device = get_device()
+    arguments.fill_in(args, TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS, device)
+    arguments.check_rollout(args)
+    launch.require(args.kl_target is None or args.kl_coef > 0, "--kl-target steers a --kl-coef, which must be above 0")
+    data.check_files(args.train_files + args.test_files)
+    reward_fn = rewards.load_reward_fn(args.reward_fn)
+    if args.dry_run:
+        frozen_models = int(args.kl_coef > 0) + int(args.reward_model is not None)
+        return print(memory.table(args, ranks=args.dry_run, frozen_models=frozen_models))
+    rank, world_size = launch.init_distributed(device, timeout_s=args.watchdog_s)
+    folder = checkpoint.resolve_model(args.model)
+    critic_folder = checkpoint.resolve_model(args.critic_model or args.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    load = partial(
+        data.load_prompts, tokenizer=tokenizer, max_prompt_length=args.max_prompt_length,
+        chat_template_kwargs=launch.json_object(args.chat_template_kwargs, flag="--chat-template-kwargs"),
+    )  # fmt: skip
+    train_data = load(args.train_files)
+    test_data = load(args.test_files) if args.test_files and args.eval_every else None
+    reward_folder = preferences.check_rewards(args, tokenizer, train_data, test_data)
+    ranks = {"rank": rank, "world_size": world_size}
+    sampler = data.BatchSampler(len(train_data), args.prompts_per_step, seed=args.seed, **ranks)
+    scorer = rewards.Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
+
+    run_dir, resume_path = checkpoint.find_run(args, script=__file__)
+    is_resumed = args.resume or resume_path is not None
+    tracker = Tracker(
+        args, script=__file__, rank=rank, total_steps=args.steps, columns=RL_COLUMNS, run_dir=run_dir,
+        resume=is_resumed, wandb_project=args.wandb_project,
+    )  # fmt: skip
+    tracker.note(arguments.describe(args, device, train_data.report))
+    checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
+    phases = launch.Phases(device, watchdog_s=args.watchdog_s)
+
+    with phases("set-up"):
+        tp_group = engine.make_tp_group(folder, args.rollout_tp)
+        model = shard_model(folder, args, device, trainable=True)
+        ref_model = shard_model(folder, args, device, trainable=False) if args.kl_coef > 0 else None
+        scalar = {"args": args, "device": device, "scalar_head": True}
+        critic = shard_model(critic_folder, trainable=True, **scalar)
+        reward_model = shard_model(reward_folder, trainable=False, **scalar) if reward_folder else None
+        adamw = partial(torch.optim.AdamW, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True)
+        optimizer = adamw(model.parameters(), lr=args.lr)
+        critic_optimizer = adamw(critic.parameters(), lr=args.critic_lr)
+        modules = {"policy": (model, optimizer), "critic": (critic, critic_optimizer)}
+        state, rank_state = {"step": 0, "update": 0, "critic": {}, "kl_coef": args.kl_coef, "first_eval": None}, None
+        if resume_path:
+            state, rank_state = checkpointer.load(resume_path, modules=modules)
+            sampler.load_state_dict(state["sampler"])
+        if is_resumed:
+            tracker.resume(state["step"] if resume_path else -1)
+        llm = build_engine(folder, args, device)
+        sync_weights(llm, model, device)
+        sampling = {
+            "llm": llm, "tokenizer": tokenizer, "tp_group": tp_group, "seed": args.seed, "group_size": args.group_size,
+            "temperature": args.temperature, "max_tokens": args.max_response_length,
+            "stop_token_ids": engine.stop_token_ids(tokenizer, folder),
+        }  # fmt: skip
+        gap = check_engine(model, [train_data[row] for row in range(min(4, len(train_data)))], args, device, sampling)
+        tracker.note(f"engine and trainer agree: mean |log-prob difference| {gap:.1e}")
+        device.seed(args.seed)  # the engine's start-up draws from the global generators
+        if rank_state:
+            device.set_rng_state(rank_state["rng"])
+
+    if test_data and state["first_eval"] is None:
+        with phases("evaluate"):
+            state["first_eval"] = evaluate(test_data, scorer, reward_model, args, device, sampling)
+        tracker.log_eval(0, state["first_eval"])
+    step, last_eval = state["step"], state["first_eval"]
+    updates = optim.Updates(args, tracker=tracker, state=state)
+    critic_updates = optim.Updates(args, tracker=tracker, state=state["critic"])
+    updates_per_step = args.epochs * args.num_minibatches
+    course = {"warmup": args.warmup_steps * updates_per_step, "decay": args.lr_decay}
+    total, critic_only = args.steps * updates_per_step, args.critic_warmup * updates_per_step
+
+    while state["step"] < args.steps:
+        state["step"] += 1
+        step = state["step"]
+        phases.start_step()
+
+        # ==== 1. Rollout ====
+        with phases("rollout"):
+            prompts = [train_data[row] for row in sampler.next_batch()]
+            samples = rollout(prompts=prompts, step=step, **sampling)
+            if device.can_sleep:
+                llm.sleep(level=2)  # weights and KV cache are dropped: the next sync brings all weights
+
+        # ==== 2. Rewards ====
+        with phases("rewards"):
+            reward_metrics = score(scorer, samples, reward_model, args, device)
+
+        # ==== 4. Old and reference logprobs, and values: the advantages are made of them ====
+        passes = {"values": lambda batch: compute_values(critic, batch)}
+        passes["old_logprobs"] = lambda batch: compute_logprobs(model, batch, args)[0]
+        if ref_model is not None:
+            passes["ref_logprobs"] = lambda batch: compute_logprobs(ref_model, batch, args)[0]
+        with phases("logprobs"), torch.no_grad():
+            for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
+                batch = collate(micro_batch, device)
+                for name, compute in passes.items():
+                    for sample, row in zip(micro_batch, compute(batch), strict=False):
+                        setattr(sample, name, row[: len(sample.response_ids)])
+
+        # ==== 3. Advantages ====
+        batch = collate(samples, device)
+        token_rewards = compute_rewards(
+            scores=torch.tensor([sample.reward for sample in samples], device=device.torch_device),
+            old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, response_mask=batch.response_mask,
+            kl_coef=state["kl_coef"],
+        )  # fmt: skip
+        advantages, returns = compute_advantages(
+            rewards=token_rewards, values=batch.values, response_mask=batch.response_mask,
+            gamma=args.gamma, gae_lambda=args.gae_lambda,
+        )  # fmt: skip
+        value_metrics = statistics.value_metrics(batch.values, returns, batch.response_mask, device)
+        if ref_model is not None:
+            kl = statistics.kl_per_response(batch.old_logprobs, batch.ref_logprobs, batch.response_mask, device)
+            value_metrics |= {"kl_ref": kl, "kl_coef": state["kl_coef"]}
+            state["kl_coef"] = adapt_kl_coef(state["kl_coef"], kl, args)
+        if args.whiten_advantages:
+            advantages = whiten(advantages, batch.response_mask, device)
+        for sample, advantage_row, return_row in zip(samples, advantages, returns, strict=True):
+            sample.advantages = advantage_row[: len(sample.response_ids)]
+            sample.returns = return_row[: len(sample.response_ids)]
+
+        # ==== 5. Update ====
+        sums: dict[str, torch.Tensor] = {}
+        optimisation: dict[str, float] = {}
+        # Every num_minibatches-th sample, so that each minibatch has a part of every group.
+        minibatches = [samples[first :: args.num_minibatches] for first in range(args.num_minibatches)]
+        with phases("update"):
+            for minibatch in minibatches * args.epochs:
+                counts = launch.all_reduce_sums({"tokens": sum(len(s.response_ids) for s in minibatch)}, device)
+                micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
+                for i, micro_batch in enumerate(micro_batches):
+                    batch = collate(micro_batch, device)
+                    weights = batch.response_mask / counts["tokens"]
+                    for trained, _ in modules.values():
+                        is_last = i == len(micro_batches) - 1
+                        trained.set_requires_gradient_sync(not args.delay_gradient_reduction or is_last)
+                    values = compute_values(critic, batch)
+                    loss, metrics = compute_value_loss(
+                        values=values, old_values=batch.values, returns=batch.returns,
+                        response_mask=batch.response_mask, weights=weights, value_clip=args.value_clip,
+                    )  # fmt: skip
+                    critic_updates.watch(micro_batch, loss, values)
+                    (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
+                    if step > args.critic_warmup:
+                        new_logprobs, entropy = compute_logprobs(model, batch, args)
+                        loss, policy_metrics = compute_loss(
+                            new_logprobs=new_logprobs, old_logprobs=batch.old_logprobs,
+                            rollout_logprobs=batch.rollout_logprobs, advantages=batch.advantages,
+                            response_mask=batch.response_mask, weights=weights, clip_low=args.clip_low,
+                            clip_high=args.clip_high, dual_clip=args.dual_clip, tis_cap=args.tis_cap,
+                        )  # fmt: skip
+                        updates.watch(micro_batch, loss, new_logprobs)
+                        (loss * world_size).backward()
+                        metrics |= policy_metrics | {"entropy": (entropy * batch.response_mask).sum()}
+                    sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+                critic_lr = args.critic_lr * optim.lr_factor(state["update"], total=total, **course)
+                critic_grad_norm = critic_updates.apply(critic, critic_optimizer, lr=critic_lr, step=step)
+                optimisation |= {"critic_grad_norm": critic_grad_norm, "critic_lr": critic_lr}
+                if step > args.critic_warmup:
+                    update = state["update"] - critic_only
+                    lr = args.lr * optim.lr_factor(update, total=total - critic_only, **course)
+                    optimisation |= {"grad_norm": updates.apply(model, optimizer, lr=lr, step=step), "lr": lr}
+                state["update"] += 1
+
+        # ==== 6. Sync weights ====
+        with phases("sync"):
+            sync_weights(llm, model, device)
+            if args.engine_check_every and step % args.engine_check_every == 0:
+                check_engine(model, prompts[:4], args, device, sampling)
+
+        # ==== 7. Log, evaluate, save ====
+        means = launch.all_reduce_means(
+            (sums, args.epochs * sum(len(sample.response_ids) for sample in samples)),
+            (sequence_sums(samples) | {"tokens": sum(sample.num_tokens for sample in samples)}, len(samples)),
+            (launch.merge_metrics(reward_metrics), 1.0),
+            device=device,
+        )
+        tokens = means.pop("tokens") * args.prompts_per_step * args.group_size
+        optimisation |= {"bad_updates": updates.bad + critic_updates.bad}
+        tracker.log(step, means | value_metrics | optimisation | phases.metrics(tokens=tokens))
+        tracker.log_samples(step, [sample_row(sample, tokenizer) for sample in samples[:8]])
+
+        is_last, stop = step == args.steps, launch.stop_requested(device)
+        evaluated = bool(test_data) and (is_last or step % args.eval_every == 0)
+        if evaluated:
+            with phases("evaluate"):
+                last_eval = evaluate(test_data, scorer, reward_model, args, device, sampling)
+            tracker.log_eval(step, last_eval)
+        if stop or (args.save_every and (is_last or step % args.save_every == 0)):
+            with phases("save"):
+                checkpointer.save(
+                    step, modules=modules, extra=state | {"sampler": sampler.state_dict()},
+                    rank_state={"rng": device.rng_state()}, score=last_eval["eval/accuracy"] if evaluated else None,
+                )  # fmt: skip
+        if stop and not is_last:
+            tracker.note(f"stopped after step {step}; go on with --resume-from {tracker.run_dir}")
+            break
+
+    # ==== The end ====
+    checkpointer.wait()
+    if args.export and step == args.steps:
+        export = partial(checkpoint.export_hf, tokenizer=tokenizer, dtype=DTYPES[args.export_dtype])
+        export(model, folder=tracker.run_dir / "hf", source=folder)
+        export(critic, folder=tracker.run_dir / "critic", source=critic_folder)
+    tracker.conclude(step, before=state["first_eval"], after=last_eval, panels=RL_CURVES)
+    scorer.close()
+
+
+if __name__ == "__main__":
+    launch.launch(main, Args)

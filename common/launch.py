@@ -316,7 +316,7 @@ class Phases:
         os._exit(1)
 
     def _furthest_behind(self, count: int) -> list[int]:
-        """The stuck ranks that have begun the fewest phases, `count` on this one. Waits as long as others may be late."""
+        """The stuck ranks that have begun the fewest phases, `count` on this one. Waits for those that are late."""
         store = _store()
         if store is None or dist.get_world_size() == 1:
             return [rank()]

@@ -10,6 +10,7 @@ from workers.ppo import VARIANTS, make_samples
 from algos import ppo
 from algos.ppo import adapt_kl_coef, compute_advantages, compute_loss, compute_rewards, compute_value_loss, whiten
 from common.device import get_device
+from common.launch import UserError
 
 DEVICE = get_device()
 
@@ -361,3 +362,71 @@ def test_blocks_of_ppo_and_reward_model_that_grpo_lacks_are_the_same():
 
     ours, theirs = (blocks((ALGOS / name).read_text()) for name in ("ppo.py", "reward_model.py"))
     assert ours["token_scores"].text == theirs["token_scores"].text
+
+
+# -- what scores which rows -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory):
+    """A reward model with the embedded tokenizer."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("rm")
+    AutoModelForSequenceClassification.from_pretrained(TINY / "model", num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY / "model").save_pretrained(folder)
+    return folder
+
+
+def check(tokenizer, train: str, reward_model=None, test: str = "test"):
+    from common.data import load_prompts
+    from common.preferences import check_rewards
+
+    train_data, test_data = (
+        load_prompts([str(TINY / f"{name}.parquet")], tokenizer=tokenizer, max_prompt_length=99)
+        for name in (train, test)
+    )
+    args = ppo.Args(reward_model=None if reward_model is None else str(reward_model))
+    return check_rewards(args, tokenizer, train_data, test_data)
+
+
+def test_rows_are_scored_by_what_they_ask_for(tokenizer, reward_folder):
+    assert check(tokenizer, "train") is None
+    assert check(tokenizer, "prompts_model", reward_folder) == reward_folder
+    with pytest.raises(UserError, match="solorl/tiny-arith.*--reward-model"):
+        check(tokenizer, "prompts_model")
+    with pytest.raises(UserError, match="--reward-model"):
+        check(tokenizer, "train", test="prompts_model")
+    with pytest.raises(UserError, match="would score nothing"):
+        check(tokenizer, "train", reward_folder)
+
+
+def test_a_folder_that_is_no_reward_model_of_this_policy_is_refused(tokenizer, reward_folder):
+    from copy import deepcopy
+
+    with pytest.raises(UserError, match="score.weight"):
+        check(tokenizer, "prompts_model", TINY / "model")
+    other = deepcopy(tokenizer)
+    other.add_tokens(["<|more|>"])
+    with pytest.raises(UserError, match="tokenizer"):
+        check(other, "prompts_model", reward_folder)
+
+
+def test_styles_are_found_however_the_rows_are_written(tokenizer, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from common.data import load_prompts
+    from common.preferences import sources_by_style
+
+    cells = {
+        "struct": [{"style": "rule", "ground_truth": "1"}, {"style": "model", "ground_truth": "1"}, {"style": None}],
+        "json": ['{"style": "rule"}', '{"style": "model"}', '{"ground_truth": "1"}'],
+        "bare": [{"ground_truth": "1"}] * 3,
+    }
+    for name, column in cells.items():
+        rows = {"data_source": ["a", "b", "c"], "prompt": ["1+1=?"] * 3, "reward_model": column}
+        pq.write_table(pa.Table.from_pydict(rows), tmp_path / f"{name}.parquet")
+        dataset = load_prompts([str(tmp_path / f"{name}.parquet")], tokenizer=tokenizer, max_prompt_length=99)
+        expected = {"rule": {"a", "b", "c"}, "model": set()} if name == "bare" else {"rule": {"a", "c"}, "model": {"b"}}
+        assert sources_by_style(dataset) == expected, name

@@ -1,4 +1,4 @@
-"""Each algorithm's script as a user starts it: it trains on 2 ranks, saves, goes on with 1 rank, exports what it learnt."""
+"""Each algorithm's script as a user starts it: 2 steps on 2 ranks, saved, a third on 1 rank, exported."""
 
 import json
 import re

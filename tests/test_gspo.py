@@ -115,6 +115,17 @@ def test_with_one_update_it_is_grpo_with_sequence_means():
     torch.testing.assert_close(*gradients)
 
 
+def test_the_sum_over_micro_batches_is_the_whole():
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.tensor([[1.0] * n + [0.0] * (5 - n) for n in (5, 1, 3, 4)]).double()
+    old = -torch.rand(4, 5, generator=generator).double()
+    new, advantages = old + 1e-3 * torch.randn(4, 5, generator=generator), torch.arange(-1.0, 3)
+    weights = token_weights(mask, "sequence-mean", num_tokens=13, num_sequences=4, max_length=5)
+    whole, _ = loss_of(new, old, mask, advantages, weights=weights)
+    parts = [loss_of(new[i], old[i], mask[i], advantages[i], weights=weights[i])[0] for i in ([0, 2], [1], [3])]
+    torch.testing.assert_close(sum(parts), whole)
+
+
 def test_padded_positions_do_not_matter_whatever_they_hold():
     mask = torch.tensor([[1.0, 0.0]])
     for junk in (0.0, -1e4, 1e4):

@@ -1,10 +1,14 @@
 """The functions that hold RLOO, against hand-worked numbers and slow references in float64."""
 
+import inspect
 import math
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from algos import rloo
 from algos.rloo import Args, compute_advantages, compute_loss, estimate_kl
 
 # -- advantages -------------------------------------------------------------------------------------------------------
@@ -75,6 +79,25 @@ def test_kl_in_the_reward_has_the_gradient_of_the_kl():
     assert logits.grad[0].item() == pytest.approx(0.1779, abs=1e-4)  # d KL / d z0, as in test_grpo.py
 
 
+def test_main_subtracts_the_kl_of_each_response_from_its_reward():
+    """The lines of main that do it, on 2 prompts x 3 responses of different lengths, against R = r - beta KL."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(2, 3, generator=generator, dtype=torch.float64)
+    samples, penalised = [], rewards.clone()
+    for i, advantage in enumerate(compute_advantages(rewards).flatten().tolist()):
+        old, reference = (-torch.rand(1 + i, generator=generator, dtype=torch.float64) for _ in range(2))
+        samples.append(SimpleNamespace(old_logprobs=old, ref_logprobs=reference, advantage=advantage))
+        penalised[i // 3, i % 3] -= 0.05 * sum(a - b for a, b in zip(old.tolist(), reference.tolist()))
+    source = inspect.getsource(rloo.main)
+    lines = source[
+        source.index("        if ref_model is not None:  # R = r") : source.index("        # ==== 5. Update")
+    ]
+    known = {"ref_model": object(), "samples": samples, "args": Args(kl_coef=0.05, group_size=3)}
+    exec(textwrap.dedent(lines), vars(rloo) | known)
+    found = torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)
+    torch.testing.assert_close(found.view(2, 3), slow_advantages(penalised))
+
+
 def test_the_kl_is_a_metric_and_no_part_of_the_loss():
     new = torch.tensor([[-1.0, -2.0]]).double().requires_grad_()
     mask = torch.ones(1, 2).double()
@@ -139,6 +162,16 @@ def test_the_first_update_is_reinforce():
     (expected,) = torch.autograd.grad(reinforce, new)
     torch.testing.assert_close(gradient * mask.sum() / len(mask), expected)
     assert metrics["clip_fraction"] == 0
+
+
+def test_the_sum_over_micro_batches_is_the_whole():
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.tensor([[1.0] * n + [0.0] * (5 - n) for n in (5, 1, 3, 4)]).double()
+    old = -torch.rand(4, 5, generator=generator).double()
+    new, advantages, weights = old + 0.3 * torch.randn(4, 5, generator=generator), torch.arange(-1.0, 3), mask / 13
+    whole, _ = loss_of(new, old, mask, advantages, weights=weights)
+    parts = [loss_of(new[i], old[i], mask[i], advantages[i], weights=weights[i])[0] for i in ([0, 2], [1], [3])]
+    torch.testing.assert_close(sum(parts), whole)
 
 
 def test_equal_rewards_move_nothing():

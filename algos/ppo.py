@@ -4,7 +4,7 @@ The policy pi answers prompts; a rule or a reward model scores each whole answer
 of one number, predicts at every token what the rest will bring, so that each token gets credit of its own:
 
     r_t = score at the last token - beta (log pi_old(o_t) - log pi_ref(o_t))           InstructGPT, equation 2
-    A_t = sum_k (gamma lambda)^k delta_{t+k},  delta_t = r_t + gamma V_{t+1} - V_t     GAE, equations 11, 12 and 16
+    A_t = sum_k (gamma lambda)^k delta_{t+k},  delta_t = r_t + gamma V_{t+1} - V_t     GAE, equation 16
 
     J   = E[ 1/N sum_t  min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t) ]   PPO, equation 7
     L_V = E[ 1/2N sum_t max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) ],   R_t = A_t + V_old,t
@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from common import arguments, checkpoint, data, engine, launch, memory, optim, preferences, rewards, statistics
+from common import arguments, checkpoint, critics, data, engine, launch, memory, optim, rewards, statistics
 from common.device import Device, get_device
 from common.logprobs import HeadLogprobs
 from common.tracking import RL_COLUMNS, RL_CURVES, Tracker
@@ -695,8 +695,7 @@ def main(args: Args) -> None:
     data.check_files(args.train_files + args.test_files)
     reward_fn = rewards.load_reward_fn(args.reward_fn)
     if args.dry_run:
-        frozen_models = int(args.kl_coef > 0) + int(args.reward_model is not None)
-        return print(memory.table(args, ranks=args.dry_run, frozen_models=frozen_models))
+        return print(critics.memory_table(args))
     rank, world_size = launch.init_distributed(device, timeout_s=args.watchdog_s)
     folder = checkpoint.resolve_model(args.model)
     critic_folder = checkpoint.resolve_model(args.critic_model or args.model)
@@ -707,7 +706,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     train_data = load(args.train_files)
     test_data = load(args.test_files) if args.test_files and args.eval_every else None
-    reward_folder = preferences.check_rewards(args, tokenizer, train_data, test_data)
+    reward_folder = critics.check_rewards(args, tokenizer, train_data, test_data)
     ranks = {"rank": rank, "world_size": world_size}
     sampler = data.BatchSampler(len(train_data), args.prompts_per_step, seed=args.seed, **ranks)
     scorer = rewards.Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
@@ -815,7 +814,6 @@ def main(args: Args) -> None:
 
         # ==== 5. Update ====
         sums: dict[str, torch.Tensor] = {}
-        optimisation: dict[str, float] = {}
         # Every num_minibatches-th sample, so that each minibatch has a part of every group.
         minibatches = [samples[first :: args.num_minibatches] for first in range(args.num_minibatches)]
         with phases("update"):
@@ -849,7 +847,7 @@ def main(args: Args) -> None:
                     sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
                 critic_lr = args.critic_lr * optim.lr_factor(state["update"], total=total, **course)
                 critic_grad_norm = critic_updates.apply(critic, critic_optimizer, lr=critic_lr, step=step)
-                optimisation |= {"critic_grad_norm": critic_grad_norm, "critic_lr": critic_lr}
+                optimisation = {"critic_grad_norm": critic_grad_norm, "critic_lr": critic_lr}
                 if step > args.critic_warmup:
                     update = state["update"] - critic_only
                     lr = args.lr * optim.lr_factor(update, total=total - critic_only, **course)

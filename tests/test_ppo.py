@@ -89,7 +89,7 @@ def test_with_gamma_and_lambda_1_every_return_is_what_came_in_the_end():
 
 
 def slow_gae(rewards, values, mask, gamma, gae_lambda):
-    """Equation 11 as it stands: the sum over all later deltas, of the response tokens alone."""
+    """Equation 16 as it stands: the sum over all later deltas, of the response tokens alone."""
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for b in range(len(rewards)):
         places = [t for t in range(rewards.shape[1]) if mask[b, t]]
@@ -379,8 +379,8 @@ def reward_folder(tmp_path_factory):
 
 
 def check(tokenizer, train: str, reward_model=None, test: str = "test"):
+    from common.critics import check_rewards
     from common.data import load_prompts
-    from common.preferences import check_rewards
 
     train_data, test_data = (
         load_prompts([str(TINY / f"{name}.parquet")], tokenizer=tokenizer, max_prompt_length=99)
@@ -416,8 +416,8 @@ def test_styles_are_found_however_the_rows_are_written(tokenizer, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from common.critics import sources_by_style
     from common.data import load_prompts
-    from common.preferences import sources_by_style
 
     cells = {
         "struct": [{"style": "rule", "ground_truth": "1"}, {"style": "model", "ground_truth": "1"}, {"style": None}],

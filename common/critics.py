@@ -1,4 +1,4 @@
-"""Which rows a reward model scores, and whether it can: what PPO must know before any weights are loaded."""
+"""The models beside PPO's policy, before any is loaded: what they will score, whether they can, and their memory."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from common import checkpoint, rewards
+from common import checkpoint, memory, rewards
 from common.data import PromptDataset, to_dict
+from common.device import GIB, get_device
 from common.launch import UserError, require
 
 
@@ -63,3 +64,21 @@ def check_rewards(
         f"--reward-model {folder}: its tokenizer has other tokens than the policy's, whose ids it would have to read",
     )
     return folder
+
+
+def memory_table(args: Any) -> str:
+    """The memory of each of `--dry-run` ranks: the policy's table, and what critic and reward model add to it."""
+    lines = [
+        memory.table(args, ranks=args.dry_run, frozen_models=int(args.kl_coef > 0)),
+        "",
+        "  in addition, all the time:",
+    ]
+    for what, name in (("critic", args.critic_model or args.model), ("reward model", args.reward_model)):
+        if name is not None:
+            folder = checkpoint.resolve_model(name)
+            frozen = int(what == "reward model")
+            rows = memory.plan(folder, args, ranks=args.dry_run, frozen_models=frozen, device=get_device())
+            kinds = "frozen models" if frozen else "sharded)"
+            size = sum(size for row, size in rows.items() if kinds in row)
+            lines.append(f"  {what}, sharded: {size / GIB:.3f}")
+    return "\n".join(lines)

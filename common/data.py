@@ -183,8 +183,6 @@ def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _with_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """`ids` with BOS exactly once if the tokenizer uses it: templates may or may not have written it themselves."""
     bos = tokenizer.bos_token_id
-    while bos is not None and ids[:2] == [bos, bos]:
-        ids = ids[1:]
     return [bos, *ids] if _adds_bos(tokenizer) and ids[:1] != [bos] else ids
 
 

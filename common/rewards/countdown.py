@@ -16,6 +16,8 @@ MAX_EXPRESSION = 500
 """Characters; six numbers need about thirty."""
 MAX_DIGITS = 30
 _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?)|([-+*/()]))")
+Number = int | Fraction
+"""Whole numbers stay ints, which are faster."""
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3}
 
 
@@ -34,14 +36,22 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     return float(any(_solves(side, other, target, numbers, use_all) for side, other in _sides(_plain(answer))))
 
 
-def _read_ground_truth(ground_truth: Any) -> tuple[Fraction, Counter, bool]:
+def _read_ground_truth(ground_truth: Any) -> tuple[Number, list[Number], bool]:
+    """(target, the numbers in ascending order, whether all must be used)."""
     if not isinstance(ground_truth, dict) or not {"target", "numbers"} <= set(ground_truth):
         raise ValueError(f"countdown: the ground truth needs 'target' and 'numbers', it is {str(ground_truth)[:80]}")
-    values = [readings_of(value) for value in [ground_truth["target"], *ground_truth["numbers"]]]
-    if not all(values):
-        raise ValueError(f"countdown: not all numbers in the ground truth {str(ground_truth)[:80]}")
-    target, *numbers = (readings[0] for readings in values)
-    return target, Counter(numbers), bool(ground_truth.get("use_all", True))
+    target, *numbers = (_exact(value) for value in [ground_truth["target"], *ground_truth["numbers"]])
+    return target, sorted(numbers), bool(ground_truth.get("use_all", True))
+
+
+def _exact(value: Any) -> Number:
+    """A number of the ground truth, which may be any type of number, or text."""
+    if type(value) is int:
+        return value
+    readings = readings_of(value)
+    if not readings:
+        raise ValueError(f"countdown: {str(value)[:80]!r} in the ground truth is not a number")
+    return readings[0]
 
 
 _SPELLINGS = {
@@ -76,26 +86,27 @@ def _sides(answer: str) -> list[tuple[str, str | None]]:
     return [] if "=" in right else [(left, right), (right, left)]
 
 
-def _solves(expression: str, said: str | None, target: Fraction, numbers: Counter, use_all: bool) -> bool:
+def _solves(expression: str, said: str | None, target: Number, numbers: list[Number], use_all: bool) -> bool:
     parsed = evaluate(expression)
     if parsed is None:
         return False
     value, used = parsed
-    enough = used == numbers if use_all else used <= numbers
     if said is not None:
         result = evaluate(said)
-        enough = enough and result is not None and result[0] == target
-    return enough and value == target
+        if result is None or result[0] != target:
+            return False
+    allowed = sorted(used) == numbers if use_all else not Counter(used) - Counter(numbers)
+    return allowed and value == target
 
 
-def evaluate(expression: str) -> tuple[Fraction, Counter] | None:
+def evaluate(expression: str) -> tuple[Number, list[Number]] | None:
     """(value, the numbers in it) of an arithmetic expression; None when it is not one or divides by zero.
 
     Operator precedence with two stacks, so nesting costs no recursion.
     """
-    values: list[Fraction] = []
+    values: list[Number] = []
     operators: list[str] = []
-    used: Counter = Counter()
+    used: list[Number] = []
     expect_value = True
     position = 0
     expression = expression.rstrip()
@@ -109,8 +120,8 @@ def evaluate(expression: str) -> tuple[Fraction, Counter] | None:
             if number is not None:
                 if not expect_value or len(number) > MAX_DIGITS:
                     return None
-                values.append(Fraction(number))
-                used[values[-1]] += 1
+                values.append(int(number) if number.isdecimal() else Fraction(number))
+                used.append(values[-1])
                 expect_value = False
             elif operator == "(":
                 if not expect_value:
@@ -141,7 +152,8 @@ def evaluate(expression: str) -> tuple[Fraction, Counter] | None:
     return values[0], used
 
 
-def _apply(operator: str, values: list[Fraction]) -> None:
+def _apply(operator: str, values: list[Number]) -> None:
+    """Replace the operands at the end of `values` by the result."""
     right = values.pop()
     if operator == "negate":
         values.append(-right)
@@ -152,6 +164,6 @@ def _apply(operator: str, values: list[Fraction]) -> None:
     elif operator == "*":
         values.append(values.pop() * right)
     elif operator == "/":
-        values.append(values.pop() / right)
+        values.append(Fraction(values.pop()) / right)
     else:
         raise KeyError(operator)

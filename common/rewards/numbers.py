@@ -173,7 +173,8 @@ def _decimal(digits: str) -> Fraction | None:
     if comma > mantissa.rfind(".") and len(mantissa) - comma - 1 < 3:  # a decimal comma
         mantissa = mantissa[:comma].replace(".", "").replace(",", "") + "." + mantissa[comma + 1 :]
     mantissa = mantissa.replace(",", "").rstrip(".")
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
+    value = Fraction(int(mantissa)) if mantissa.isdecimal() else Fraction(mantissa)
+    return value * Fraction(10) ** int(exponent) if exponent else value
 
 
 # -- comparison -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ PIP := $(VENV)/bin/python -m pip
 
 # -- what a user calls ------------------------------------------------------------------------------------------------
 
-.PHONY: help demo test lint bench install clean
+.PHONY: help demo test lint bench soak install clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets and the variables
@@ -46,7 +46,7 @@ help: ## list the targets and the variables
 	@echo '  PYTHON=python3.12        [$(PYTHON)]  Python 3.11 to 3.13, for the virtual environment'
 	@echo '  VENV=folder              [$(VENV)]  where the virtual environment is'
 	@echo '  NPROC=n                  [$(NPROC)]  ranks of `make demo`'
-	@echo '  ARGS="..."               further arguments for what demo, test, lint or bench starts'
+	@echo '  ARGS="..."               further arguments for what demo, test, lint, bench or soak starts'
 
 demo: install ## train the embedded model with GRPO: minutes on two CPU cores, no download
 	@$(VENV)/bin/torchrun --nproc_per_node $(NPROC) algos/grpo.py $(ARGS)
@@ -59,6 +59,9 @@ lint: $(VENV)/.stamp-test ## check the code with ruff
 
 bench: install ## evaluate the embedded model: accuracy, pass@k, responses a second
 	@$(VENV)/bin/torchrun --nproc_per_node $(NPROC) benchmarks/evaluate.py $(ARGS)
+
+soak: install ## kill and resume runs at random for ten minutes: do they end as undisturbed ones do?
+	@$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 install: $(VENV)/.stamp-$(DEVICE) ## make the virtual environment and install what the device needs
 

@@ -1,11 +1,15 @@
 """Short whole runs of ppo.py with the real engine: 1 and 2 ranks, resuming, exports, a reward model."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, metrics_of, run_script, samples_of, succeeded
+
+from docs.generate import documented_metrics
 
 SMALL = (
     *("--prompts-per-step", 8, "--group-size", 2, "--num-minibatches", 2, "--epochs", 2, "--eval-every", 0),
@@ -39,6 +43,15 @@ def test_metrics_are_there_and_make_sense(two_ranks):
         assert row["value_loss"] > 0
         assert row["critic_grad_norm"] > 0
         assert row["bad_updates"] == 0
+
+
+def test_the_metrics_are_those_of_the_documentation(two_ranks):
+    rows = [json.loads(line) for line in (two_ranks / "metrics.jsonl").read_text().splitlines()]
+    logged = {key for row in rows for key in row} - {"step"}
+    documented = documented_metrics("ppo")
+    patterns = [re.sub(r"<\w+>", r"\\w+", entry["key"]) for entry in documented]
+    assert {key for key in logged if not any(re.fullmatch(pattern, key) for pattern in patterns)} == set()
+    assert {entry["key"] for entry in documented if "when" not in entry} - logged == set()
 
 
 def test_resumed_after_step_1_it_is_the_same_run_bit_for_bit(two_ranks, tmp_path):

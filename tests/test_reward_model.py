@@ -16,6 +16,7 @@ from algos import reward_model
 from algos.reward_model import Sample, choose_pad_token, collate, compute_loss
 from common.device import get_device
 from common.launch import UserError
+from docs.generate import documented_metrics
 
 DEVICE = get_device()
 
@@ -142,6 +143,12 @@ def test_the_first_loss_is_ln_2_and_it_falls(runs):
     assert rows[-1]["eval/margin"] == pytest.approx(
         rows[-1]["eval/score_chosen"] - rows[-1]["eval/score_rejected"], abs=1e-6
     )
+
+
+def test_the_metrics_are_those_of_the_documentation(runs):
+    rows = [json.loads(line) for line in (runs[2] / "metrics.jsonl").read_text().splitlines()]
+    logged = {key for row in rows for key in row} - {"step"}
+    assert logged == {entry["key"] for entry in documented_metrics("reward_model")}
 
 
 def test_one_and_two_ranks_learn_the_same(runs):

@@ -9,10 +9,12 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from conftest import environment, run_script, succeeded, torchrun_command
+
+from benchmarks.soak import is_alive, ranks_of
+from common import rewards
 
 WORKER = "tests/workers/launched.py"
 
@@ -33,26 +35,6 @@ def wait_for(process: subprocess.Popen, line: str) -> str:
         if text.startswith(line):
             return read
     raise AssertionError(f"ended with {process.wait()} before {line!r}:\n{read[-3000:]}")
-
-
-def parent_of(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:  # it has ended meanwhile
-        return -1
-
-
-def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    """Process ids of torchrun's living children: its ranks, which have sessions of their own."""
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if parent_of(pid) == launcher.pid and is_alive(pid)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def root_cause(output: str) -> str:
@@ -163,6 +145,19 @@ def test_ranks_end_when_torchrun_is_killed():
     while any(map(is_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not any(map(is_alive, ranks))
+
+
+def test_a_sigterm_does_not_spoil_the_rewards_of_the_last_step(tmp_path):
+    """torchrun signals a rank's whole session, scoring processes included; the step in hand still needs them."""
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    with rewards.Scorer(rewards.load_reward_fn(f"{tmp_path}/mine.py:compute_score")) as scorer:
+        os.kill(scorer.pool.workers[0].process.pid, signal.SIGTERM)
+        time.sleep(0.2)
+        scores, metrics = scorer(["x"], ["a"], ["b"], [{}])
+    assert scores == [1.0]
+    assert metrics["rewards/errors"] == 0
 
 
 # -- bad numbers ------------------------------------------------------------------------------------------------------

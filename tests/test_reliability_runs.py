@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY, environment, metrics_of, run_script, samples_of, succeeded, torchrun_command
-from test_reliability import is_alive, outcome, ranks_of, root_cause, wait_for
+from test_reliability import outcome, root_cause, wait_for
 
 from benchmarks import soak
+from benchmarks.soak import is_alive, ranks_of
 
 STEPS = 6
 RUN = (

@@ -68,7 +68,8 @@ def _die_with_parent() -> None:
     """Have the kernel end this process with the trainer, even when it is stuck in a computation by then."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the trainer's whole group; the trainer decides
+        signal.signal(number, signal.SIG_IGN)
 
 
 def prepare_math_verify() -> Callable[[str, str], float]:

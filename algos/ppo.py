@@ -132,7 +132,7 @@ class Args:
     whiten_advantages: bool = True
     """Shift and scale the advantages to mean 0 and variance 1 over the response tokens of all ranks."""
     value_clip: float = 0.2
-    """How far a value may move from its old one before its loss holds it (InstructGPT: 0.2); 0: no limit."""
+    """How far a value may move from its old one before its loss holds it (usual: 0.2 or 0.5); 0: no limit."""
     critic_warmup: int = 0
     """First steps in which only the critic learns."""
     # Differs from algos/grpo.py: the KL is part of the reward.
@@ -691,7 +691,7 @@ def main(args: Args) -> None:
     device = get_device()
     arguments.fill_in(args, TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS, device)
     arguments.check_rollout(args)
-    launch.require(args.kl_target is None or args.kl_coef > 0, "--kl-target steers a --kl-coef, which must be above 0")
+    critics.check_arguments(args)
     data.check_files(args.train_files + args.test_files)
     reward_fn = rewards.load_reward_fn(args.reward_fn)
     if args.dry_run:

@@ -75,7 +75,7 @@ class Args:
 
     # -- optimisation --
     batch_size: int = 64
-    """Pairs in one optimizer step, over all ranks (the paper: 64)."""
+    """Pairs in one optimizer step, over all ranks (the paper: those of 64 prompts)."""
     num_epochs: int | None = None
     """Passes over the training data; default 1 (the paper: more overfits), for the embedded model 2."""
     # Differs from algos/grpo.py: by default the data decide.

@@ -28,6 +28,27 @@ def sources_by_style(dataset: PromptDataset) -> dict[str, set[str]]:
     return found
 
 
+def check_arguments(args: Any) -> None:
+    """Refuse numbers that PPO's formulas cannot take. Raises UserError."""
+    for name in ("gamma", "gae_lambda"):
+        value = getattr(args, name)
+        require(0 <= value <= 1, f"--{name.replace('_', '-')} {value}: it must lie between 0 and 1")
+    require(args.value_clip >= 0, f"--value-clip {args.value_clip}: a range cannot be negative; 0 turns it off")
+    require(
+        args.dual_clip == 0 or args.dual_clip > 1,
+        f"--dual-clip {args.dual_clip}: it bounds a ratio and must be above 1; 0 turns it off",
+    )
+    require(
+        args.kl_target is None or min(args.kl_target, args.kl_coef, args.kl_horizon) > 0,
+        f"--kl-target {args.kl_target} --kl-coef {args.kl_coef} --kl-horizon {args.kl_horizon}: to steer the "
+        "coefficient, all three must be above 0",
+    )
+    require(
+        0 <= args.critic_warmup < args.steps,
+        f"--critic-warmup {args.critic_warmup} of --steps {args.steps}: the policy would never learn",
+    )
+
+
 def check_rewards(
     args: Any, tokenizer: PreTrainedTokenizerBase, train_data: PromptDataset, test_data: PromptDataset | None
 ) -> Path | None:

@@ -9,6 +9,7 @@ from workers.ppo import VARIANTS, make_samples
 
 from algos import ppo
 from algos.ppo import adapt_kl_coef, compute_advantages, compute_loss, compute_rewards, compute_value_loss, whiten
+from common.critics import check_arguments
 from common.device import get_device
 from common.launch import UserError
 
@@ -362,6 +363,27 @@ def test_blocks_of_ppo_and_reward_model_that_grpo_lacks_are_the_same():
 
     ours, theirs = (blocks((ALGOS / name).read_text()) for name in ("ppo.py", "reward_model.py"))
     assert ours["token_scores"].text == theirs["token_scores"].text
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gamma": 1.01}, "--gamma 1.01"),
+        ({"gae_lambda": -0.1}, "--gae-lambda -0.1"),
+        ({"value_clip": -1.0}, "--value-clip"),
+        ({"dual_clip": 0.5}, "--dual-clip 0.5"),
+        ({"kl_target": 6.0}, "--kl-coef 0.0"),
+        ({"kl_target": 0.0, "kl_coef": 0.1}, "--kl-target 0.0"),
+        ({"critic_warmup": 10}, "--critic-warmup 10 of --steps 10"),
+    ],
+)
+def test_numbers_that_the_formulas_cannot_take_are_refused(changes, words):
+    check_arguments(ppo.Args(steps=10, kl_target=6.0, kl_coef=0.1))
+    with pytest.raises(UserError, match=words):
+        check_arguments(ppo.Args(steps=10, **changes))
 
 
 # -- what scores which rows -------------------------------------------------------------------------------------------

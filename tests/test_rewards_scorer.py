@@ -23,7 +23,7 @@ BOMB = r"\boxed{(10^9)!}"
 
 @pytest.fixture
 def scorer() -> Iterator[Scorer]:
-    with Scorer(load_reward_fn(None), timeout_s=2.0) as scorer:
+    with Scorer(load_reward_fn(None), timeout_s=20.0) as scorer:
         yield scorer
 
 
@@ -69,12 +69,12 @@ def test_strict_stops_at_the_first_failure() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_hanging_answer_costs_at_most_the_wall_limit_each_time(workers: int) -> None:
-    with Scorer(load_reward_fn(None), timeout_s=1.0, num_workers=workers) as scorer:
+    with Scorer(load_reward_fn(None), timeout_s=2.0, num_workers=workers) as scorer:
         scorer.pool.start()
         for _ in range(3):
             start = time.monotonic()
-            scores, metrics = score_math(scorer, [r"\boxed{1+x}", BOMB, r"\boxed{1+x}"])
-            assert time.monotonic() - start < 20  # the limit, and the start of a new process on a busy machine
+            scores, metrics = score_math(scorer, [r"\boxed{1+x}", BOMB, r"\boxed{2+x-1}"])
+            assert time.monotonic() - start < 30  # the limit, and the start of a new process on a busy machine
             assert scores == [1.0, 0.0, 1.0]
             assert metrics["rewards/timeouts"] == 1.0
             assert metrics["rewards/errors"] == 0.0
@@ -86,7 +86,16 @@ def test_a_lone_hanging_answer_takes_no_longer_than_the_limit() -> None:
         scorer.pool.start()
         start = time.monotonic()
         assert score_math(scorer, [BOMB])[0] == [0.0]
-        assert time.monotonic() - start < 1.5
+        assert 1.0 <= time.monotonic() - start < 3.0
+
+
+def test_equal_answers_are_compared_once(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = []
+    run = scorer.pool.run
+    monkeypatch.setattr(scorer.pool, "run", lambda pairs, **settings: tasks.extend(pairs) or run(pairs, **settings))
+    scores, _ = score_math(scorer, [r"\boxed{1+x}", r"\boxed{2+x}", r"\boxed{1+x}"])
+    assert scores == [1.0, 0.0, 1.0]
+    assert len(tasks) == 2
 
 
 def test_processes_are_started_once(scorer: Scorer) -> None:
@@ -99,7 +108,7 @@ def test_processes_are_started_once(scorer: Scorer) -> None:
 def test_a_killed_process_is_replaced(scorer: Scorer) -> None:
     score_math(scorer, [r"\boxed{1+x}"])
     os.kill(scorer.pool.workers[0].process.pid, signal.SIGKILL)
-    scores, metrics = score_math(scorer, [r"\boxed{1+x}"] * 2)
+    scores, metrics = score_math(scorer, [r"\boxed{1+x}", r"\boxed{2+x-1}"])
     assert scores == [0.0, 1.0]
     assert metrics["rewards/errors"] == 1.0
 

@@ -304,9 +304,11 @@ class Scorer:
                     raise
                 outcome.error = where(error)
             outcomes.append(outcome)
-        verified = self.pool.run(list(undecided.values()), timeout_s=self.timeout_s)
-        for number, outcome in zip(undecided, verified, strict=True):
-            outcomes[number] = outcome
+        # The responses of a group often agree: each pair of answers is compared once.
+        pairs = list(dict.fromkeys(undecided.values()))
+        verified = dict(zip(pairs, self.pool.run(pairs, timeout_s=self.timeout_s), strict=True))
+        for number, pair in undecided.items():
+            outcomes[number] = verified[pair]
         return outcomes
 
     def _by_function(self, rows: Sequence[tuple]) -> list[Outcome]:

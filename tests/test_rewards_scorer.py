@@ -67,9 +67,8 @@ def test_strict_stops_at_the_first_failure() -> None:
         scorer(["openai/gsm8k"], ["#### 5"], [""], [{}])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_hanging_answer_costs_at_most_the_wall_limit_each_time(workers: int) -> None:
-    with Scorer(load_reward_fn(None), timeout_s=2.0, num_workers=workers) as scorer:
+def test_a_hanging_answer_costs_at_most_the_wall_limit_each_time() -> None:
+    with Scorer(load_reward_fn(None), timeout_s=2.0) as scorer:
         scorer.pool.start()
         for _ in range(3):
             start = time.monotonic()
@@ -200,6 +199,23 @@ def test_a_plain_function(tmp_path: Path) -> None:
     scores, metrics = run_function(path)
     assert scores == [0.0, 1.0]
     assert metrics["rewards/errors"] == 0.0
+
+
+def test_several_processes_share_the_work_and_keep_the_order(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "import os, time\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    time.sleep(0.05 if solution_str == '0' else 0.0)\n"
+        "    return {'score': float(solution_str), 'process': os.getpid()}\n",
+    )
+    with Scorer(load_reward_fn(f"{path}:reward"), num_workers=3) as scorer:
+        pids = {worker.process.pid for worker in scorer.pool.workers}
+        for _ in range(3):
+            scores, metrics = scorer(["mine"] * 20, [str(n) for n in range(20)], [None] * 20, [{}] * 20)
+            assert scores == list(range(20))
+        assert {worker.process.pid for worker in scorer.pool.workers} == pids
+        assert len(pids) == 3
 
 
 def test_a_batched_function(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from common import rows as row_files
-from common.launch import UserError, rank
+from common.launch import UserError
 from common.rows import Rows, cached
 
 RL_COLUMNS = ("data_source", "prompt", "reward_model")
@@ -313,7 +313,7 @@ def _save_array(path: Path, array: np.ndarray) -> None:
 def _progress(indices: np.ndarray) -> Iterator[np.ndarray]:
     """Chunks of `indices`, with a progress bar when there are many of them."""
     chunks = [indices[start : start + ENCODE_ROWS] for start in range(0, len(indices), ENCODE_ROWS)]
-    with Progress(transient=True, disable=rank() != 0 or len(chunks) < 10) as progress:
+    with Progress(transient=True, disable=len(chunks) < 10) as progress:
         yield from progress.track(chunks, description="measuring lengths")
 
 

@@ -19,7 +19,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from common.launch import UserError, launch
 
@@ -84,6 +91,8 @@ def load_model(gguf: Path) -> PreTrainedModel:
     )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    model.generation_config = GenerationConfig(**{name: getattr(model.config, name) for name in ids})
     return model
 
 
@@ -102,6 +111,9 @@ def main(args: Args) -> None:
     out_dir = Path(args.out_dir)
     if (out_dir / "config.json").exists():
         raise UserError(f"--out-dir {out_dir}: already holds a model; delete it or name another folder")
+    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"transformers needs {' and '.join(missing)} to read GGUF: pip install -r requirements/data.txt")
     with tempfile.TemporaryDirectory() as scratch:
         gguf = find_gguf(args.source, Path(scratch))
         tokenizer = load_tokenizer(gguf)

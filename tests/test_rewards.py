@@ -357,15 +357,21 @@ def test_reasoning_gyms_solutions_score_1_and_its_wrong_answers_0() -> None:
 
 
 def test_math_verify_works_off_the_main_thread() -> None:
-    scores = []
+    """And the process that one thread started outlives it."""
+    scores, processes = [], []
 
-    def work() -> None:
-        scores.append(score("math", r"\boxed{x + \frac13}", r"\frac{1}{3} + x"))
+    def work(number: int) -> None:
+        scores.append(score("math", rf"\boxed{{x + \frac{{{number}}}3}}", rf"\frac{{{number}}}{{3}} + x"))
+        processes.append(rewards._default_pool.workers[0].process.pid)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert scores == [1.0]
+    rewards._default_pool.close()
+    for number in (1, 2, 4):
+        thread = threading.Thread(target=work, args=(number,))
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+    assert scores == [1.0] * 3
+    assert len(set(processes)) == 1
 
 
 def test_math_answers_agree_with_another_way_to_write_them() -> None:

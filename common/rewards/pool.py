@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 START_LIMIT_S = 120.0
 """A worker that is not ready by then counts as broken; importing a user's libraries may take a while."""
 ROOT = Path(__file__).resolve().parents[2]
+_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-workers")
+"""Workers ask the kernel to end with their parent, which is the thread that started them: this one stays."""
 
 
 @dataclass
@@ -39,9 +42,9 @@ class Worker:
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "common.rewards.worker", *([spec] if spec else [])]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
-        )
+        self.process = _spawner.submit(
+            subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+        ).result()
         self.ready = False
         self.batched = False
         self.task: int | None = None

@@ -20,9 +20,10 @@ PHASES = ("rollout", "rewards", "update", "sync")
 
 @dataclass
 class Args:
-    fault: Literal["none", "raise", "user error", "kill", "hang", "hang between phases", "late"] = "none"
+    fault: Literal["none", "raise", "user error", "kill", "hang", "hang between phases"] = "none"
     phase: str = "update"
     rank: int = 1
+    """Where it happens; -1: everywhere at once."""
     watchdog_s: float = 600.0
     steps: int = 1_000_000
 
@@ -46,7 +47,7 @@ def main(args: Args) -> None:
         phases.start_step()
         for phase in PHASES:
             with phases(phase):
-                if step == 2 and phase == args.phase and rank == args.rank:
+                if step == 2 and phase == args.phase and args.rank in (rank, -1):
                     fail(args.fault)
                 if phase != "rewards":  # the one phase in which ranks do not need each other
                     dist.all_reduce(torch.ones(1))

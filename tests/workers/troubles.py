@@ -48,12 +48,6 @@ def break_engine() -> None:
     grpo.build_engine = build_broken
 
 
-def break_backward() -> None:
-    """Rank 0 fails between the forward and the backward pass of step 2, while rank 1 waits for its gradients."""
-    if RANK == 0:
-        optim.Updates.watch = after_calls(1, optim.Updates.watch, fail)
-
-
 def make_bad_numbers() -> None:
     """Each rank prints a checksum of its weights and moments after every update. Of the updates
 
@@ -89,7 +83,7 @@ def make_bad_numbers() -> None:
     Scorer.__call__, optim.Updates.watch, optim.Updates.apply = score, watch_bad, apply_bad
 
 
-TROUBLES = {"engine": break_engine, "backward": break_backward, "numbers": make_bad_numbers}
+TROUBLES = {"engine": break_engine, "numbers": make_bad_numbers}
 
 if __name__ == "__main__":
     TROUBLES[sys.argv.pop(1)]()

@@ -92,22 +92,27 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
 
 
 def table(args: Any, *, ranks: int, frozen_models: int) -> str:
-    """The plan as text: GiB a rank, the total while training and while sampling, and what the device has."""
+    """The plan as text: GiB a rank, the totals while training and while sampling, and what this machine's device has."""
     device, folder = get_device(), resolve_model(args.model)
     rows = plan(folder, args, ranks=ranks, frozen_models=frozen_models, device=device)
-    offloaded = args.cpu_offload and device.is_accelerator
-    resident = sum(size for name, size in rows.items() if "sharded)" in name and not offloaded)
+    resident = sum(size for name, size in rows.items() if name.endswith("(sharded)"))
     engine = rows["engine weights"] + rows["engine KV cache"]
-    training = resident + sum(s for name, s in rows.items() if "sharded)" not in name and not name.startswith("engine"))
+    training = sum(rows.values()) - engine
     width = max(map(len, rows)) + 2
-    lines = [f"{folder}: {ranks} ranks, {args.dtype} compute, GiB on each rank", ""]
-    lines += [f"  {name.ljust(width)}{size / GIB:9.3f}" for name, size in rows.items() if size]
-    lines += [
-        "",
-        f"  {'while training'.ljust(width)}{(training + (0 if device.can_sleep else engine)) / GIB:9.3f}"
-        + ("   (the engine sleeps)" if device.can_sleep else "   (the engine cannot sleep)"),
-        f"  {'while sampling'.ljust(width)}{(resident + engine) / GIB:9.3f}",
-        f"  {f'this {device.name} has'.ljust(width)}{device.memory()[1] / GIB:9.3f}"
-        + ("" if device.is_accelerator else "   (shared by all ranks of the machine)"),
-    ]
-    return "\n".join(lines)
+
+    def line(name: str, size: float, remark: str = "") -> str:
+        return f"  {name.ljust(width)}{size / GIB:9.3f}{remark}"
+
+    offload = "   --cpu-offload moves the sharded ones to main memory" if args.cpu_offload else ""
+    return "\n".join(
+        [
+            f"GiB on each of {ranks} ranks, {args.dtype} compute, {args.prompts_per_step} prompts x {args.group_size}",
+            "",
+            *(line(name, size) for name, size in rows.items() if size),
+            "",
+            line("while training, the engine asleep (accelerators)", training, offload),
+            line("while training, the engine awake (CPU)", training + engine),
+            line("while sampling", resident + engine),
+            line(f"this machine's {device.name} has", device.memory()[1]),
+        ]
+    )

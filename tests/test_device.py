@@ -1,0 +1,179 @@
+"""The four kinds of device, with stub modules where the hardware is not there."""
+
+import importlib.machinery
+import os
+import random
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from common import device as device_module
+from common.device import Device, get_device
+
+
+@pytest.fixture(autouse=True)
+def fresh_detection():
+    get_device.cache_clear()
+    yield
+    get_device.cache_clear()
+
+
+def pretend_gpu(monkeypatch, *, hip: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+def pretend_npu(monkeypatch, *, available: bool) -> None:
+    """A torch_npu that can be found and imported, and that registers torch.npu."""
+    stub = types.ModuleType("torch_npu")
+    stub.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
+    monkeypatch.setitem(sys.modules, "torch_npu", stub)
+    monkeypatch.setattr(torch, "npu", types.SimpleNamespace(is_available=lambda: available), raising=False)
+
+
+def test_without_an_accelerator_it_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device = get_device()
+    assert (device.name, device.type, device.backend, device.can_sleep) == ("CPU", "cpu", "gloo", False)
+    assert device.torch_device == torch.device("cpu")
+    assert device.engine_kwargs() == {"enforce_eager": True}
+
+
+@pytest.mark.parametrize(("hip", "name", "variable"), [
+    (None, "CUDA", "CUDA_VISIBLE_DEVICES"),
+    ("6.2", "ROCm", "HIP_VISIBLE_DEVICES"),
+])  # fmt: skip
+def test_cuda_and_rocm_share_a_type_and_differ_in_name(monkeypatch, hip, name, variable):
+    pretend_gpu(monkeypatch, hip=hip)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    device = get_device()
+    assert (device.name, device.visible_devices_variable) == (name, variable)
+    assert (device.type, device.torch_device) == ("cuda", torch.device("cuda", 3))
+    assert "gloo" in device.backend  # checkpoints are written from main memory while training goes on
+    assert "nccl" in device.backend
+    assert device.default_dtype() == torch.bfloat16
+    assert device.engine_kwargs() == {"enable_sleep_mode": True, "enforce_eager": False}
+
+
+def test_ascend_goes_before_everything_else(monkeypatch):
+    pretend_gpu(monkeypatch, hip=None)
+    pretend_npu(monkeypatch, available=True)
+    device = get_device()
+    assert (device.name, device.type) == ("Ascend NPU", "npu")
+    assert "hccl" in device.backend
+    assert device.visible_devices_variable == "ASCEND_RT_VISIBLE_DEVICES"
+
+
+def test_an_ascend_package_without_its_hardware_is_passed_over(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend_npu(monkeypatch, available=False)
+    assert get_device().type == "cpu"
+
+
+def test_a_device_without_sleep_does_not_ask_for_it():
+    device = Device("some", "cuda", 0, "gloo", "", can_sleep=False)
+    assert device.engine_kwargs()["enable_sleep_mode"] is False
+
+
+def test_attention_falls_back_without_flash_attn(monkeypatch):
+    pretend_gpu(monkeypatch, hip=None)
+    find = device_module.importlib.util.find_spec
+    for found, expected in ((object(), "flash_attention_2"), (None, "sdpa")):
+        monkeypatch.setattr(
+            device_module.importlib.util, "find_spec", lambda name, f=found: f if name == "flash_attn" else find(name)
+        )
+        assert Device("CUDA", "cuda", 0, "gloo", "", can_sleep=True).attn_implementation() == expected
+    assert Device("CPU", "cpu", 0, "gloo", "", can_sleep=False).attn_implementation() == "sdpa"
+
+
+def test_the_cpu_computes_in_bf16_only_where_it_multiplies_it(monkeypatch):
+    device = Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
+    for amx, avx, expected in ((False, False, torch.float32), (True, False, torch.bfloat16), (False, True, torch.bfloat16)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
+        assert device.default_dtype() == expected
+
+
+def test_calls_reach_the_accelerator_s_own_module(monkeypatch):
+    calls = []
+
+    def record(name: str, value=None):
+        return lambda *args: calls.append((name, *args)) or value
+
+    stub = types.SimpleNamespace(
+        set_device=record("set_device"),
+        synchronize=record("synchronize"),
+        empty_cache=record("empty_cache"),
+        mem_get_info=record("mem_get_info", (3, 7)),
+        max_memory_allocated=record("max_memory_allocated", 5),
+    )
+    monkeypatch.setattr(torch, "npu", stub, raising=False)
+    device = Device("Ascend NPU", "npu", 2, "gloo", "", can_sleep=True)
+    device.set_current()
+    device.synchronize()
+    device.empty_cache()
+    assert device.memory() == (3, 7)
+    assert device.peak_memory() == 5
+    assert calls == [
+        ("set_device", 2), ("synchronize",), ("empty_cache",), ("mem_get_info", 2), ("max_memory_allocated", 2),
+    ]  # fmt: skip
+
+
+def test_on_a_cpu_the_same_calls_do_nothing_and_memory_is_the_machine_s():
+    device = Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
+    device.set_current()
+    device.synchronize()
+    device.empty_cache()
+    free, total = device.memory()
+    assert 0 < free <= total
+    assert 10 * 2**20 < device.peak_memory() < total
+
+
+def test_every_generator_goes_on_where_its_saved_state_was(tmp_path):
+    device = Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
+
+    def draw() -> tuple:
+        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
+    device.seed(7)
+    draw()
+    torch.save(device.rng_state(), tmp_path / "rng.pt")
+    expected = draw()
+    device.seed(8)
+    assert draw() != expected
+    device.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))  # tensors and plain values only
+    assert draw() == expected
+
+
+def test_a_seed_repeats_and_another_differs():
+    device = Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
+    draws = []
+    for seed in (1, 1, 2, 2**40):
+        device.seed(seed)
+        draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert draws[0] == draws[1]
+    assert len(set(draws)) == 3
+
+
+def test_starting_the_engine_restores_torchrun_s_variable_and_passes_real_messages():
+    code = (
+        "import os, sys\n"
+        "from common.device import get_device\n"
+        "os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
+        "with get_device().starting_engine():\n"
+        "    os.environ['LOCAL_WORLD_SIZE'] = '1'\n"
+        "    os.write(2, b'[W] NUMA binding: Using MEMBIND policy for all\\n')\n"
+        "    os.write(2, b'a real warning\\n')\n"
+        "print(os.environ['LOCAL_WORLD_SIZE'])\n"
+        "import time; time.sleep(0.3)\n"
+        "os.write(2, b'and after\\n')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert run.stdout.strip() == "2"
+    assert run.stderr.splitlines() == ["a real warning", "and after"]

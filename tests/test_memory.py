@@ -1,0 +1,122 @@
+"""The arithmetic of memory: exact where it can be, and near what is measured where it is an estimate."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, environment
+
+from algos.grpo import Args
+from common import memory
+from common.device import GIB, Device, get_device
+
+CPU = Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
+
+
+@pytest.fixture(scope="module")
+def seven_b(tmp_path_factory):
+    """Qwen2.5-7B's architecture, by its public configuration."""
+    from transformers import Qwen2Config
+
+    folder = tmp_path_factory.mktemp("seven_b")
+    Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def arguments(**changes) -> Args:
+    return Args(**{"dtype": "bf16", "max_response_length": 1024, "gradient_checkpointing": True, "kv_cache_gib": 20} | changes)
+
+
+def test_seven_b_on_eight_ranks_by_hand(seven_b):
+    rows = memory.plan(seven_b, arguments(), ranks=8, frozen_models=1, device=CPU)
+    parameters = 7_615_616_512  # the model card: 7.61 B
+    assert rows["parameters, fp32 master (sharded)"] == 4 * parameters / 8
+    assert rows["gradients, fp32 (sharded)"] == 4 * parameters / 8
+    assert rows["AdamW moments, fp32 (sharded)"] == 8 * parameters / 8
+    assert rows["frozen models (sharded)"] == 2 * parameters / 8
+    assert rows["engine weights"] == 2 * parameters
+    assert rows["logits, 1,024 rows x 152,064"] == 3 * 4 * 1024 * 152064
+    assert rows["engine KV cache"] == 20 * GIB
+    training = sum(size for name, size in rows.items() if not name.startswith("engine"))
+    assert training < 40 * GIB  # fits an 80 GB card beside a sleeping engine
+
+
+def test_kv_cache_of_a_token_by_hand(seven_b):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(seven_b)
+    assert memory.kv_bytes_per_token(config, "bf16") == 2 * 28 * 4 * 128 * 2  # keys and values
+    assert memory.kv_bytes_per_token(AutoConfig.from_pretrained(TINY / "model"), "fp32") == 2 * 3 * 2 * 32 * 4
+
+
+def test_the_engine_gets_what_a_step_needs_and_no_more_than_its_share(monkeypatch):
+    args = arguments(
+        kv_cache_gib=None, dtype="fp32", prompts_per_step=8, group_size=4, max_prompt_length=100, max_response_length=28
+    )
+    per_sequence = 2 * 128 * 2 * 3 * 2 * 32 * 4  # one block of 128 tokens, and one being filled
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 32 * per_sequence
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=2) == 16 * per_sequence
+    monkeypatch.setattr(Device, "memory", lambda self: (20 * per_sequence, 100 * per_sequence))
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 10 * per_sequence  # half of what is free
+    monkeypatch.setattr(Device, "memory", lambda self: (0, 100 * per_sequence))
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 2 * per_sequence
+
+
+def test_gradient_checkpointing_and_delayed_reduction_move_the_plan(seven_b):
+    def activations(**changes) -> float:
+        rows = memory.plan(seven_b, arguments(**changes), ranks=8, frozen_models=0, device=CPU)
+        return next(size for name, size in rows.items() if name.startswith("activations"))
+
+    assert activations() < activations(gradient_checkpointing=False) / 10
+    assert activations(micro_batch_tokens=4096) == pytest.approx(activations() / 2)
+    rows = memory.plan(seven_b, arguments(delay_gradient_reduction=True), ranks=8, frozen_models=0, device=CPU)
+    assert rows["unsharded gradient until the last micro-batch"] == 2 * 7_615_616_512
+
+
+def test_activations_are_near_what_autograd_keeps():
+    """Against the bytes that autograd really saves for the backward pass of the embedded model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    saved: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model.get_decoder()(torch.randint(6, 100, (16, 64)), use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    args = arguments(dtype="fp32", micro_batch_tokens=16 * 64, gradient_checkpointing=False)
+    rows = memory.plan(TINY / "model", args, ranks=1, frozen_models=0, device=CPU)
+    planned = next(size for name, size in rows.items() if name.startswith("activations"))
+    assert 0.6 < planned / sum(saved.values()) < 1.6
+
+
+def test_dry_run_prints_the_table_and_loads_nothing(seven_b):
+    """The folder has no weights: only the configuration is read."""
+    command = [sys.executable, str(ROOT / "algos/grpo.py"), "--model", str(seven_b), "--dry-run", "8"]
+    command += ["--dtype", "bf16", "--gradient-checkpointing", "--kv-cache-gib", "20"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "8 ranks" in run.stdout
+    assert f"{4 * 7_615_616_512 / 8 / GIB:.3f}" in run.stdout
+    assert "while training" in run.stdout
+    assert get_device().name in run.stdout
+
+
+def test_the_table_in_the_docs_is_what_the_dry_run_prints(seven_b):
+    args = arguments(
+        model=str(seven_b), prompts_per_step=128, max_response_length=2048, micro_batch_tokens=16384
+    )
+    printed = memory.table(args, ranks=8, frozen_models=0).splitlines()[:-1]  # the last line is about this machine
+    shown = (ROOT / "docs" / "memory.md").read_text()
+    block = shown.split("<!-- table:begin -->")[1].split("<!-- table:end -->")[0]
+    assert [line.removeprefix("    ") for line in block.strip("\n").splitlines()] == printed

@@ -10,12 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT, environment, run_script, succeeded, torchrun_command
 
+from algos import grpo
 from benchmarks.soak import is_alive, ranks_of
-from common import rewards
+from common import engine, rewards
+from common.device import get_device
 
 WORKER = "tests/workers/launched.py"
 
@@ -225,3 +230,39 @@ def test_bad_updates_are_counted_and_the_limit_in_a_row_ends_the_run_on_all_rank
     assert "3 updates in a row were skipped (--max-bad-updates)" in errors[0]
     assert "row 11 (rank 1)" in errors[0]
     assert not any(rank["error"] for name, r in updates.items() if name != "output NaN" for rank in r["ranks"])
+
+
+# -- the engine is what the trainer thinks it is; tests/test_engine.py has the syncs themselves ------------------------
+
+
+@pytest.fixture
+def process_group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_engine_that_disagrees_stops_the_run_with_both_numbers(process_group):
+    trainer, mask = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    agree = {"tolerance": None, "dtype": "fp32"}
+    assert engine.check_agreement(trainer, trainer + 5e-4, mask, **agree) == pytest.approx(5e-4, abs=1e-6)
+    assert engine.check_agreement(trainer, trainer + 0.05, mask, tolerance=None, dtype="bf16") < 0.1
+    for other in (trainer + 2e-3, trainer * float("nan")):
+        with pytest.raises(RuntimeError, match="engine and trainer disagree") as error:
+            engine.check_agreement(trainer, other, mask, **agree)
+        assert "-1.500000 (trainer)" in str(error.value)
+    assert "nan (engine)" in str(error.value)
+
+
+def test_a_prefix_cache_that_was_not_dropped_stops_the_run(process_group):
+    """The engine keeps it while a request still holds blocks of it, and only says so by what it returns."""
+    results = [True, False]
+    llm = SimpleNamespace(
+        apply_model=lambda function: [set()],
+        collective_rpc=lambda name, kwargs: list(kwargs["weights_iterator"]),
+        reset_prefix_cache=lambda: results.pop(0),
+    )
+    grpo.sync_weights(llm, torch.nn.Linear(2, 2), get_device())
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        grpo.sync_weights(llm, torch.nn.Linear(2, 2), get_device())

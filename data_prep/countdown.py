@@ -1,7 +1,7 @@
 """Countdown: reach a target with 3 or 4 given numbers and + - * /. Generated, solvable, the same from the same seed.
 
     python data_prep/countdown.py                                   # for instruction-tuned models
-    python data_prep/countdown.py --template base --out-dir data/countdown-base
+    python data_prep/countdown.py --template base --out data/countdown-base
 
 The problems are of the kind of Jiayi-Pan/Countdown-Tasks-3to4, which TinyZero trains on (numbers 1 to 99, targets 10 to
 100). Each is made by carrying out random operations on random numbers, so it has a solution in whole, non-negative
@@ -36,7 +36,7 @@ OPENING = "Let me think step by step.\n<think>"
 
 @dataclass
 class Args:
-    out_dir: str = "data/countdown"
+    out: str = "data/countdown"
     """Where train.parquet and test.parquet go."""
     template: Literal["instruct", "base"] = "instruct"
     """Chat messages, or one text for base models."""
@@ -131,7 +131,7 @@ def main(args: Args) -> None:
 
     # The test split first: it stays the same when --num-train changes.
     test = list(rows("test", args.num_test))
-    write_dataset(args.out_dir, rows("train", args.num_train), test, report)
+    write_dataset(args.out, rows("train", args.num_train), test, report)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Args:
     """The training file (.parquet or .jsonl); default: the hub."""
     test_source: str | None = None
     """The test file (.parquet or .jsonl); default: the hub."""
-    out_dir: str = "data/dapo_math"
+    out: str = "data/dapo_math"
     """Where train.parquet and test.parquet go."""
 
 
@@ -84,7 +84,7 @@ def main(args: Args) -> None:
     report = Report()
     train = local_or_hub(args.source, "--source", TRAIN_REPO, TRAIN_FILE)
     test = local_or_hub(args.test_source, "--test-source", TEST_REPO, TEST_FILE)
-    write_dataset(args.out_dir, rows(train, "train", report), rows(test, "test", report), report)
+    write_dataset(args.out, rows(train, "train", report), rows(test, "test", report), report)
 
 
 if __name__ == "__main__":

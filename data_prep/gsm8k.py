@@ -25,7 +25,7 @@ _WHOLE_NUMBER = re.compile(r"-?\d+")
 class Args:
     source: str | None = None
     """A folder with train.jsonl and test.jsonl (or .parquet); default: the hub."""
-    out_dir: str = "data/gsm8k"
+    out: str = "data/gsm8k"
     """Where train.parquet and test.parquet go."""
 
 
@@ -74,7 +74,7 @@ def main(args: Args) -> None:
         else:
             paths = find_split(args.source, split)
         splits.append([row for path in paths for row in rows(path, split, report)])
-    write_dataset(args.out_dir, *splits, report)
+    write_dataset(args.out, *splits, report)
 
 
 if __name__ == "__main__":

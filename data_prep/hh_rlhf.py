@@ -27,7 +27,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 class Args:
     source: list[str] = field(default_factory=list)
     """Local .jsonl or .jsonl.gz files with `chosen` and `rejected`; default: the hub's two base subsets."""
-    out_dir: str = "data/hh_rlhf"
+    out: str = "data/hh_rlhf"
     """Where train.parquet and test.parquet go."""
     test_fraction: float = 0.1
     """Of local files without "train" or "test" in all their names: the share of prompts that becomes the test split."""
@@ -123,7 +123,7 @@ def main(args: Args) -> None:
     for path, split in find_files(args.source):
         for row in rows(path, split, report, args.test_fraction):
             splits[row["extra_info"]["split"]].append(row)
-    write_dataset(args.out_dir, splits["train"], splits["test"], report)
+    write_dataset(args.out, splits["train"], splits["test"], report)
 
 
 if __name__ == "__main__":

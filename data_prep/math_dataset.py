@@ -23,7 +23,7 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 class Args:
     source: str | None = None
     """A folder: the original train/<subject>/<n>.json, or train and test as .jsonl or .parquet; default: the hub."""
-    out_dir: str = "data/math"
+    out: str = "data/math"
     """Where train.parquet and test.parquet go."""
 
 
@@ -69,7 +69,7 @@ def rows(paths: list[Path], split: str, report: Report) -> Iterator[Row]:
 def main(args: Args) -> None:
     report = Report()
     train, test = (list(rows(find_files(args.source, split), split, report)) for split in ("train", "test"))
-    write_dataset(args.out_dir, train, test, report)
+    write_dataset(args.out, train, test, report)
 
 
 if __name__ == "__main__":

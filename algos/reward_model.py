@@ -49,9 +49,9 @@ TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
 
 # A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
 # Differs from algos/grpo.py: fewer fields.
-DEFAULTS = {"lr": 1e-5, "warmup_steps": 10, "num_epochs": 1}
+DEFAULTS = {"lr": 1e-5, "warmup_steps": 10}
 # Differs from algos/grpo.py: fewer fields.
-TINY_DEFAULTS = {"lr": 1e-3, "warmup_steps": 10, "num_epochs": 2}
+TINY_DEFAULTS = {"lr": 1e-3, "warmup_steps": 10}
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Args:
     # -- optimisation --
     batch_size: int = 64
     """Pairs in one optimizer step, over all ranks (the paper: those of 64 prompts)."""
-    num_epochs: int | None = None
-    """Passes over the training data; default 1 (the paper: more overfits), for the embedded model 2."""
+    num_epochs: int = 1
+    """Passes over the training data (the paper: 1, since more overfits)."""
     # Differs from algos/grpo.py: by default the data decide.
     steps: int | None = None
     """Optimizer steps; default: what --num-epochs takes."""

@@ -80,6 +80,7 @@ GSM8K = [
     Case("#### 0.5", "50%", 1, "percent in the ground truth"),
     Case("#### 5%", "50", 0, "another percentage"),
     Case("#### 2 million", "2000000", 1, "a scale word as a value"),
+    Case("#### 2k", "2000", 1, "a scale letter as a value"),
     Case("#### 2 million", "2", 1, "a scale word as the unit that was asked for"),
     # thousands, decimals, powers
     Case("#### 1,000", "1000", 1, "thousands"),
@@ -142,6 +143,7 @@ GSM8K = [
     Case("#### 1, 2, 3", "1", 0, "a list"),
     Case("#### 72 or 73", "72", 0, "two answers"),
     Case("#### 2 hours and 30 minutes", "2", 0, "half of the answer"),
+    Case("#### 5 hours 30 minutes", "5", 0, "half of the answer"),
     Case("#### 1.2.3", "1.2", 0, "a version, not a number"),
     Case("#### " + "9" * 5000, "9", 0, "longer than any answer"),
     # ground truths
@@ -208,6 +210,9 @@ MATH = [
     Case(r"\boxed{\text{7}}", "7", 1, "LaTeX text"),
     Case(r"\boxed{1.5\times10^3}", "1500", 1, "scientific notation"),
     Case(r"\boxed{0.333}", r"\frac13", 0, "a rounded fraction"),
+    Case(r"\boxed{\text{7 apples}}", "7", 1, "a unit in LaTeX text"),
+    Case(r"\boxed{7,}", "7", 1, "a comma too many"),
+    Case(r"\boxed{0.1\overline{6}}", r"\frac{1}{6}", 1, "a repeating decimal"),
     # expressions
     Case(r"\boxed{x = 7}", "7", 1, "an assignment"),
     Case(r"\boxed{(x+1)^2}", "x^2+2x+1", 1, "equal expressions"),
@@ -223,6 +228,8 @@ MATH = [
     Case(r"\boxed{(2,1)}", "(1,2)", 0, "tuples have one"),
     Case(r"\boxed{\left( 1 , 2 \right)}", "(1,2)", 1, "LaTeX brackets and spaces"),
     Case(r"\boxed{(-\infty, 3]}", r"(-\infty,3]", 1, "an interval"),
+    Case(r"\boxed{x > 3}", r"(3,\infty)", 1, "an interval as an inequality"),
+    Case(r"\boxed{\varnothing}", r"\emptyset", 1, "the empty set"),
     Case(r"\boxed{[1,2)}", "(1,2)", 0, "another interval"),
     Case(r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1, "a matrix"),
     Case(r"\boxed{\text{Evelyn}}", "Evelyn", 1, "a name"),

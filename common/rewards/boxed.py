@@ -110,6 +110,8 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*(\w)")
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)")
 _TOWER = re.compile(r"\d+(?:\s*\^[\s{(]*\d+)+")
 _BRACKET = re.compile(r"[()\[\]{}]")
+_TEXT_WITH_NUMBER = re.compile(r"\\text\s*\{\s*([-+]?[\d.,/]*\d)\s*([^{}]*)\}")
+_REPEATING = re.compile(r"(\d+)\.(\d*)\\overline\s*\{(\d+)\}")
 _ASSIGNMENT = re.compile(r"[a-zA-Z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=]+$)")
 _UNICODE = {
     "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u00d7": r"\times ",
@@ -129,8 +131,17 @@ def to_latex(answer: str) -> str:
     answer = re.sub(r"\\[dtc]frac", r"\\frac", _DRESS.sub(" ", answer))
     answer = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1].strip('{}')}}}{{{m[2].strip('{}')}}}", answer)
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", answer))
-    answer = answer.strip().strip("*_`").rstrip(".").replace("**", "^")
+    answer = _TEXT_WITH_NUMBER.sub(r"\1 \\text{ \2}", _REPEATING.sub(_fraction_of_repeating, answer))
+    answer = answer.replace(r"\varnothing", r"\emptyset").removeprefix(r"\approx")
+    answer = answer.strip().strip("*_`").rstrip(".,").replace("**", "^")
     return " ".join(answer.split())
+
+
+def _fraction_of_repeating(match: re.Match[str]) -> str:
+    r"""`0.1\overline{6}` as a fraction: the digits with one period, less those without, over 9...90...0."""
+    whole, fixed, period = match.groups()
+    numerator = int(whole + fixed + period) - int(whole + fixed)
+    return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
 def _as_text(latex: str) -> str:
@@ -200,7 +211,7 @@ def verify(answer: str, gold: str) -> float:
             parsing_timeout=None,
         )
 
-    return float(math_verify(read(gold), read(answer), timeout_seconds=None))
+    return float(math_verify(read(gold), read(answer), timeout_seconds=None, allow_set_relation_comp=True))
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------

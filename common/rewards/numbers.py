@@ -98,11 +98,12 @@ _LEAD_IN = re.compile(
 )
 _TEN_TO_THE = re.compile(r"\s*\u00d7\s*10\s*\^\s*[({]?\s*([+-]?\d+)\s*[)}]?")
 _PERCENT = re.compile(r"\s*(?:%|percent\b|per cent\b)", re.IGNORECASE)
-_SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion|k)\b", re.IGNORECASE)
+_SCALES = {"hundred": 10**2, "k": 10**3, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _GOES_ON = re.compile(
     r"\s*[-+\u00d7/^:<>=,.]\s?[-+(.\d]|\s*\^|[a-df-z]?\d|\s*/\s*[-+(\d]"
-    r"|.{0,40}?\b(?:or|to|and|through|minus|plus|times)\s+[-+.\d]",
+    r"|.{0,40}?\b(?:or|to|and|through|minus|plus|times)\s+[-+.\d]"
+    r"|\s*(?:hours?|hrs?|h|minutes?|mins?|years?|weeks?|days?|months?|feet|foot|ft|pounds?|dollars?|km|kg|m),?\s+\d",
     re.IGNORECASE,
 )
 """What may not follow the number: then it was only the first part of an expression, a range, a time or a list."""

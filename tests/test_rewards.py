@@ -230,6 +230,13 @@ def test_a_number_that_is_read_is_finite_and_not_huge(text: str) -> None:
         assert abs(value) < 10 ** (3 * numbers.MAX_EXPONENT)
 
 
+def test_exponents_have_a_limit() -> None:
+    for text in ("1e300", "1e-300", "3 x 10^300"):
+        assert read_number(text), text
+    for text in ("1e301", "1e-301", "3 x 10^301", "1e99999", "1e" + "9" * 50):
+        assert read_number(text) == (), text
+
+
 DECIMALS = st.decimals(min_value=-(10**9), max_value=10**9, places=2, allow_nan=False)
 INTEGERS = st.integers(min_value=-(10**12), max_value=10**12)
 STYLES = [

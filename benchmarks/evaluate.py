@@ -196,7 +196,8 @@ def generate(
     settings |= {"max_tokens": args.max_response_length, "stop_token_ids": stop_token_ids}
     params = [SamplingParams(seed=seed, **settings) for _, seed in requests]
     inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
-    outputs = llm.generate(inputs, params, use_tqdm=dist.get_rank() == 0) if inputs else []
+    show_progress = dist.get_rank() == 0 and sys.stderr.isatty()  # a bar is a mess in a log file
+    outputs = llm.generate(inputs, params, use_tqdm=show_progress) if inputs else []
     results = [output.outputs[0] for output in outputs[first : first + len(mine)]]
     texts = tokenizer.batch_decode([list(result.token_ids) for result in results], skip_special_tokens=True)
     responses = [
@@ -265,7 +266,7 @@ def hardware(device: Device) -> dict[str, Any]:
 
 def show(sections: dict[str, dict[str, tuple[float, float]]], title: str) -> None:
     """Print the metrics as a table, a column for each data_source and one for all."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     table.add_column("metric")
     for section in sections:
         table.add_column(section, justify="right")
@@ -273,6 +274,7 @@ def show(sections: dict[str, dict[str, tuple[float, float]]], title: str) -> Non
         digits = 1 if metric.endswith("tokens") else 3
         cells = [section[metric] for section in sections.values()]
         table.add_row(metric, *[f"{mean:.{digits}f} \u00b1 {error:.{digits}f}" for mean, error in cells])
+    print(title)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
@@ -339,11 +341,14 @@ def main(args: Args) -> None:
             max_model_len=args.max_prompt_length + args.max_response_length, max_num_seqs=args.max_sequences,
             kv_cache_memory_bytes=memory.kv_cache_bytes(folder, sizes, device), tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher", generation_config="vllm", async_scheduling=False,
-            seed=args.seed, trust_remote_code=args.trust_remote_code, **device.engine_kwargs(),
+            seed=args.seed, trust_remote_code=args.trust_remote_code, use_tqdm_on_load=False, **device.engine_kwargs(),
         )  # fmt: skip
 
-    rows = range(rank, min(len(dataset), args.limit or len(dataset)), world_size)
-    prompts = [dataset[row] for row in rows]
+    count = min(len(dataset), args.limit or len(dataset))
+    prompts = [dataset[row] for row in range(rank, count, world_size)]
+    if rank == 0:
+        kinds = f"{args.samples} samples" + " and a greedy response" * args.greedy
+        print(f"{count} prompts, {kinds} to each, on {world_size} x {device.name}", flush=True)
     sampling = {
         "args": args, "tokenizer": tokenizer, "tp_group": tp_group,
         "stop_token_ids": engine.stop_token_ids(tokenizer, folder),

@@ -73,7 +73,7 @@ def loss_and_gradients(folder: Path, changes: dict) -> dict:
         new_logprobs, _ = grpo.compute_logprobs(model, batch, args)
         loss, metrics = grpo.compute_loss(
             new_logprobs=new_logprobs,
-            old_logprobs=batch.old_logprobs,
+            old_logprobs=new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
             ref_logprobs=batch.ref_logprobs,
             advantages=batch.advantages,

@@ -14,6 +14,7 @@ Only rank 0 writes; on the other ranks every method but the constructor does not
 """
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -203,6 +204,7 @@ class Tracker:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UserError(f"run folder {folder}: cannot be made ({error.strerror})") from error
+        self._lock_folder(folder)
         # A resumed run keeps the papers of its start and adds its own beside them.
         suffix, number = "", 1
         while (folder / f"args{suffix}.json").exists():
@@ -214,6 +216,16 @@ class Tracker:
         except OSError as error:
             raise UserError(f"run folder {folder}: cannot be written ({error.strerror})") from error
         return folder
+
+    def _lock_folder(self, folder: Path) -> None:
+        """Refuse a folder that another living process writes into. The lock goes with the process, however it ends."""
+        self._lock = open(folder / ".lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"run folder {folder}: another process is writing into it; end that one first") from error
+        except OSError:
+            pass  # a file system without locks
 
     @staticmethod
     def _make_new(parent: Path, name: str) -> Path:
@@ -389,8 +401,8 @@ class Tracker:
         """Close the files and end the W&B run."""
         if self.rank != 0:
             return
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples, self._lock):
+            file.close()
         if self._wandb is not None:
             self._wandb.finish()
 

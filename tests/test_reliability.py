@@ -21,6 +21,8 @@ from algos import grpo
 from benchmarks.soak import is_alive, ranks_of
 from common import engine, rewards
 from common.device import get_device
+from common.launch import UserError
+from common.tracking import RL_COLUMNS, Tracker
 
 WORKER = "tests/workers/launched.py"
 
@@ -167,6 +169,28 @@ def test_a_sigterm_does_not_spoil_the_rewards_of_the_last_step(tmp_path):
         scores, metrics = scorer(["x"], ["a"], ["b"], [{}])
     assert scores == [1.0]
     assert metrics["rewards/errors"] == 0
+
+
+def test_a_run_that_is_still_going_is_not_resumed(tmp_path):
+    """Two runs would write into one folder. Whoever is killed leaves no lock behind: only the living count."""
+    program = (
+        "import sys, time; from common.tracking import Tracker, RL_COLUMNS\n"
+        "options = dict(rank=0, total_steps=1, columns=RL_COLUMNS)\n"
+        "tracker = Tracker({}, script=sys.argv[1], run_dir=sys.argv[2], **options)\n"
+        "time.sleep(1000)"
+    )
+    folder = tmp_path / "run"
+    going = subprocess.Popen(
+        [sys.executable, "-c", program, str(ROOT / WORKER), str(folder)],
+        env=environment(), stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert "run folder" in going.stdout.readline()
+    options = {"script": __file__, "rank": 0, "total_steps": 1, "columns": RL_COLUMNS, "run_dir": folder}
+    with pytest.raises(UserError, match="another process is writing into it"):
+        Tracker({}, resume=True, **options)
+    going.kill()
+    going.wait()
+    Tracker({}, resume=True, **options).finish()
 
 
 # -- bad numbers ------------------------------------------------------------------------------------------------------

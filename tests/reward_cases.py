@@ -226,6 +226,8 @@ MATH = [
     Case(r"\boxed{\{1\}}", r"\{1\}", 1, "braces that belong to the answer"),
     Case(r"\boxed{\{2,1\}}", r"\{1,2\}", 1, "sets have no order"),
     Case(r"\boxed{(2,1)}", "(1,2)", 0, "tuples have one"),
+    Case(r"\boxed{(\frac12, 2.0)}", "(0.5,2)", 1, "their entries compare by value"),
+    Case(r"\boxed{(1,2,3)}", "(1,2)", 0, "another length"),
     Case(r"\boxed{\left( 1 , 2 \right)}", "(1,2)", 1, "LaTeX brackets and spaces"),
     Case(r"\boxed{(-\infty, 3]}", r"(-\infty,3]", 1, "an interval"),
     Case(r"\boxed{x > 3}", r"(3,\infty)", 1, "an interval as an inequality"),

@@ -111,6 +111,7 @@ _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)")
 _TOWER = re.compile(r"\d+(?:\s*\^[\s{(]*\d+)+")
 _BRACKET = re.compile(r"[()\[\]{}]")
 _TEXT_WITH_NUMBER = re.compile(r"\\text\s*\{\s*([-+]?[\d.,/]*\d)\s*([^{}]*)\}")
+_TUPLE = re.compile(r"([(\[])([^()\[\]]+,[^()\[\]]+)([)\]])")
 _REPEATING = re.compile(r"(\d+)\.(\d*)\\overline\s*\{(\d+)\}")
 _ASSIGNMENT = re.compile(r"[a-zA-Z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=]+$)")
 _UNICODE = {
@@ -157,6 +158,23 @@ def _as_number(latex: str) -> tuple:
     return read_number(latex, bare=True)
 
 
+def _as_tuple(latex: str) -> list | None:
+    """[opening bracket, closing bracket, readings of each entry] of a tuple or interval of plain numbers, else None."""
+    match = _TUPLE.fullmatch(latex)
+    if match is None:
+        return None
+    entries = [_as_number(entry.strip()) for entry in match[2].split(",")]
+    return [match[1], match[3], entries] if all(entries) else None
+
+
+def _same_tuple(first: list, second: list) -> bool:
+    return (
+        first[:2] == second[:2]
+        and len(first[2]) == len(second[2])
+        and all(same_number(a, b) for a, b in zip(first[2], second[2], strict=True))
+    )
+
+
 def _too_big(latex: str) -> bool:
     """Whether a power of plain numbers in it has more than MAX_DIGITS digits."""
     for tower in _TOWER.findall(latex):
@@ -187,6 +205,9 @@ def decide(answer: str | None, gold: str) -> float | None:
     stated, expected = _as_number(answer), _as_number(gold)
     if stated and expected:
         return float(same_number(stated, expected))
+    stated, expected = _as_tuple(answer), _as_tuple(gold)
+    if stated and expected:
+        return float(_same_tuple(stated, expected))
     if _too_big(answer) or _depth(answer) > MAX_DEPTH:
         return 0.0
     if re.fullmatch(r"[^\W\d]{2,}", _as_text(gold)):  # a word: nothing to compute

@@ -186,7 +186,9 @@ class Device:
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
         # Of the engine's own calls.
         warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on a CPU
+        # On a CPU: "Triton not available", "Triton doesn't include CPU backend", "No CUDA runtime is found".
+        for name in ("torch._library.triton", "vllm.triton_utils.importing", "torch.utils.cpp_extension"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         with _dropping_stderr_lines(HARMLESS_LINES):
             yield
         if local_world_size is not None:

@@ -93,7 +93,8 @@ def loss_and_gradients(folder: Path, changes: dict) -> dict:
         )
         (loss * dist.get_world_size()).backward()
         total += loss.item()
-        metric_sums = {name: metric_sums.get(name, 0.0) + value.item() for name, value in metrics.items()}
+        for name, value in metrics.items():  # an empty micro-batch has no kl_ref
+            metric_sums[name] = metric_sums.get(name, 0.0) + value.item()
     sums = launch.all_reduce_sums(metric_sums | {"loss": total}, device)
     grads = {
         name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for name, p in model.named_parameters()

@@ -93,6 +93,7 @@ class Updates:
         everyone: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine[:ROWS_SHOWN])
         rows = [row for rows in everyone for row in rows]
+        rows.sort(key=lambda row: -len(row["bad"]))  # a NaN reward comes before the advantages that it spoils
         self.tracker.log_samples(step, rows)
         rows_said = "; ".join(f"row {row['row']} (rank {row['rank']}): {row['bad']}" for row in rows[:3])
         rows_said = f"{rows_said}; see samples.jsonl" if rows else "no row stands out, so it arose in the backward pass"

@@ -69,11 +69,6 @@ def test_a_run_killed_at_a_random_moment_ends_as_if_nothing_had_happened(whole_r
     time.sleep(moment.uniform(0, 0.5))
     gone_after = soak.kill(launcher, moment.choice(["all", "torchrun", "one rank"]))
     assert gone_after < 60
-    steps = {int(path.name.split("_")[1]) for path in (run_dir / "checkpoints").glob("step_?")}
-    assert steps, f"seed {seed}"
-    if steps == {STEPS}:
-        shutil.rmtree(run_dir / "checkpoints" / f"step_{STEPS}")  # it was over: let the last step happen again
-
     succeeded(run_script(*command[2:3], *arguments, "--resume", "--run-dir", run_dir, nproc=2))
     assert soak.differences(run_dir, whole_run) == [], f"seed {seed}"
 
@@ -171,17 +166,15 @@ def test_bad_numbers_and_rewards_that_never_return(tmp_path):
         assert of[3] != of[2]
         assert of[3] == of[4] == of[5] == of[6]  # NaN losses
         assert "nan" not in "".join(of)
-    assert "(rank 1): reward" in output
+    assert re.search(r"step 2: update skipped, .*: row \d+ \(rank 1\): reward, advantage; row", output)
     assert "3 updates in a row were skipped (--max-bad-updates)" in root_cause(output)
 
     rows = metrics_of(run_dir)
     assert [row["bad_updates"] for row in rows] == [0, 1, 2, 2, 3, 4]
     assert sum(row["rewards/timeouts"] for row in rows) > 0
-    assert all(row["rewards/length"] == pytest.approx(row["response_length"], rel=0.8) for row in rows)
-    logged = [row for row in samples_of(run_dir) if "bad" in row]
-    assert [(row["step"], row["rank"], row["bad"]) for row in logged if row["step"] == 2] == [(2, 1, "reward")] or [
-        row["bad"] for row in logged if row["step"] == 2
-    ] == ["reward, advantage"] * 4
+    assert all(row["rewards/length"] == pytest.approx(row["response_length"], rel=0.5) for row in rows)  # not a sum
+    logged = [(row["rank"], row["bad"]) for row in samples_of(run_dir) if row["step"] == 2 and "bad" in row]
+    assert logged == [(1, "reward, advantage"), *[(1, "advantage")] * 3]  # the NaN, and the group that it spoils
 
 
 # -- two runs at once -------------------------------------------------------------------------------------------------

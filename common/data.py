@@ -470,6 +470,19 @@ class PromptDataset(Dataset):
             messages=messages,
         )
 
+    def check_first_rows(self) -> None:
+        """Make one example of each file: a column of another form shows at once, not at step 500.
+
+        Raises:
+            UserError: naming the row.
+        """
+        for start in self.rows.starts[:-1]:
+            place = int(np.searchsorted(self.kept, start))
+            if place < len(self):
+                prompt = self[place]
+                if not isinstance(prompt.data_source, str):
+                    raise UserError(f"{self.rows.name(prompt.index)}: 'data_source' is no text: {prompt.data_source!r}")
+
     def lengths(self, indices: np.ndarray) -> list[int]:
         """Exact token counts of some rows."""
         prompts = self.rows.column("prompt", indices)
@@ -520,6 +533,7 @@ def load_prompts(
     kept = length_filter.fitting(rows, max_prompt_length, lambda _: [[("prompt", "user")]], dataset.lengths)
     dropped = Counter({f"longer than {max_prompt_length} tokens": len(rows) - len(kept)})
     dataset.keep(kept, +dropped, max_prompt_length, "prompts")
+    dataset.check_first_rows()
     return dataset
 
 

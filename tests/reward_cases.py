@@ -312,6 +312,7 @@ COUNTDOWN = [
     Case("<answer>__import__('os')</answer>", _10, 0, "never evaluated"),
     Case("<answer>" + "(" * 10_000 + "1</answer>", _10, 0, "deep nesting"),
     Case("<answer>((((((1*2*5))))))</answer>", _10, 1, "superfluous parentheses"),
+    Case("<answer>" + "(" * 300 + "1*2*5" + ")" * 300 + "</answer>", _10, 0, "longer than any answer"),
     Case("<answer>(1*2*5</answer>", _10, 0, "a parenthesis that never closes"),
     Case("<answer></answer>", _10, 0, "nothing"),
     Case("1*2*5", _10, 0, "no tags"),

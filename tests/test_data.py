@@ -266,6 +266,21 @@ def test_a_null_is_named_with_its_row(write: Callable, column: str) -> None:
         prompts(path)
 
 
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"reward_model": "72"}, r"reward_model is a int"),
+        ({"reward_model": "seventy-two"}, r"reward_model is the text 'seventy-two'"),
+        ({"reward_model": ["72"]}, r"reward_model is a list"),
+        ({"extra_info": "index 0"}, r"extra_info is the text 'index 0'"),
+        ({"data_source": 7}, r"'data_source' is no text: 7"),
+    ],
+)
+def test_a_column_of_another_form_is_named_at_the_start(write: Callable, bad: dict, said: str) -> None:
+    with pytest.raises(UserError, match=rf"b\.parquet, row 0: {said}"):
+        prompts(write([row()], "a.parquet"), write([row(**bad)], "b.parquet"))
+
+
 @pytest.mark.parametrize("bad", [[], [{"role": "user", "content": None}], [{"role": None, "content": "x"}]])
 def test_a_broken_prompt_is_named_with_its_row(write: Callable, bad: Any) -> None:
     with pytest.raises(UserError, match=r"train\.parquet, row 1: prompt"):
@@ -402,9 +417,9 @@ def test_a_template_that_breaks_the_bound_is_not_missed(write: Callable) -> None
         "{{ m['content'] }}", "{{ m['content'] }}{% if 'a' in m['content'] %}" + "b" * 99 + "{% endif %}"
     )
     tokenizer = make_tokenizer(sneaky)
-    dataset = prompts(write([row(prompt="say a")]), limit=100, tokenizer=tokenizer)
-    with pytest.raises(UserError, match=r"row 0.*over the limit of 100"):
-        dataset[0]
+    dataset = prompts(write([row(prompt="hi"), row(prompt="say a")]), limit=100, tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"row 1.*over the limit of 100"):
+        dataset[1]
 
 
 # -- chat templates ---------------------------------------------------------------------------------------------------

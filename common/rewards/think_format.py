@@ -13,11 +13,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
     The opening <think> may be missing, since many chat templates end the prompt with it.
     """
-    tags = []
-    for tag in _TAG.finditer(solution_str):
-        tags.append(tag)
-        if len(tags) > len(_ORDER):
-            return 0.0
+    tags = list(_TAG.finditer(solution_str))
     names = [(tag[1], tag[2]) for tag in tags]
     if names == _ORDER[1:]:
         thought, before = solution_str[: tags[0].start()], ""

@@ -59,16 +59,24 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY / "model")
 
 
-@pytest.fixture(scope="session")
-def untied_model(tmp_path_factory) -> Path:
-    """A folder with a random model whose head is not its embedding, and the embedded model's tokenizer."""
+def random_model(folder: Path, *, tied: bool) -> Path:
+    """Write a model of random weights, shaped like the embedded one and with its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("untied")
     config = AutoConfig.from_pretrained(TINY / "model")
-    config.tie_word_embeddings = False
+    config.tie_word_embeddings = tied
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY / "model").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory) -> Path:
+    return random_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory) -> Path:
+    return random_model(tmp_path_factory.mktemp("tied"), tied=True)

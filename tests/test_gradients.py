@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, run_script, succeeded
+from conftest import run_script, succeeded
 from workers.gradients import VARIANTS, make_samples
 
 from algos.grpo import compute_loss
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
-def results(request, tmp_path_factory, untied_model):
+def results(request, tmp_path_factory, tied_model, untied_model):
     """Every variant on 1 and on 2 ranks, and the folder of the model."""
-    folder = TINY / "model" if request.param == "tied" else untied_model
+    folder = tied_model if request.param == "tied" else untied_model
     found = {}
     for nproc in (1, 2):
         out = tmp_path_factory.mktemp(f"{request.param}{nproc}")

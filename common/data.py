@@ -186,6 +186,14 @@ def _with_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     return [bos, *ids] if _adds_bos(tokenizer) and ids[:1] != [bos] else ids
 
 
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of many texts, without special tokens added; a fast tokenizer uses all its threads."""
+    if not texts:
+        return []
+    # Not verbose: a text over the model's own limit is the length filter's business.
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
@@ -197,7 +205,7 @@ def encode_chat(
     text = render_chat(
         tokenizer, messages, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
     )
-    return _with_bos(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    return _with_bos(tokenizer, encode_texts(tokenizer, [text])[0])
 
 
 # -- the length filter ------------------------------------------------------------------------------------------------
@@ -457,7 +465,7 @@ class PromptDataset(Dataset):
         where = self.rows.name(index)
         messages = self._messages(index, row["prompt"])
         text = self._render(index, messages)
-        prompt_ids = _with_bos(self.tokenizer, self.tokenizer.encode(text, add_special_tokens=False))
+        prompt_ids = _with_bos(self.tokenizer, encode_texts(self.tokenizer, [text])[0])
         self._kept_within(index, len(prompt_ids), self.max_prompt_length)
         reward_model = to_dict(row["reward_model"], where=f"{where}: reward_model")
         return Prompt(
@@ -488,11 +496,6 @@ class PromptDataset(Dataset):
         prompts = self.rows.column("prompt", indices)
         texts = [self._render(i, self._messages(i, prompt)) for i, prompt in zip(indices, prompts, strict=True)]
         return [len(_with_bos(self.tokenizer, ids)) for ids in encode_texts(self.tokenizer, texts)]
-
-
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of many texts, without special tokens added; a fast tokenizer uses all its threads."""
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else []
 
 
 def to_dict(value: Any, *, where: str) -> dict[str, Any]:
@@ -621,11 +624,20 @@ class SFTDataset(Dataset):
         response = to_response(row["response"], where=f"{where}: response")
         return [*prompt, {"role": "assistant", "content": response}], [len(prompt)]
 
-    def example(self, index: int, turn: int) -> SFTExample:
-        """The example of one turn of a row, or of all its turns when `turn` is -1."""
+    def turns(self, index: int) -> list[int]:
+        """The turns of a row that make an example each; [-1] when one example trains all of them."""
+        if "messages" not in self.rows.columns_at(index):
+            return [-1]
+        turns = self.conversation(index)[1]
+        return turns if self.rewrites_history or not turns else [-1]
+
+    def pieces(self, index: int, turn: int) -> list[tuple[str, str, bool]]:
+        """The text of one turn of a row, or of all its turns when `turn` is -1.
+
+        Returns for each turn: what is new before it, what the assistant writes, and whether EOS must be added to that.
+        """
         messages, turns = self.conversation(index)
-        input_ids: list[int] = []
-        loss_mask: list[int] = []
+        pieces = []
         rendered = ""
         for place in turns if turn < 0 else [turn]:
             try:
@@ -635,22 +647,40 @@ class SFTDataset(Dataset):
             except UserError as error:
                 raise UserError(f"{self.rows.name(index)}: {error}") from error
             if not before.startswith(rendered):
-                raise UserError(
-                    f"{self.rows.name(index)}: the chat template rewrites earlier turns of this conversation"
-                )
-            context = self.tokenizer.encode(before[len(rendered) :], add_special_tokens=False)
-            if not input_ids:
-                context = _with_bos(self.tokenizer, context)
-            written = self.tokenizer.encode(response, add_special_tokens=False)
-            written += [self.tokenizer.eos_token_id] * add_eos
-            input_ids += context + written
-            loss_mask += [0] * len(context) + [1] * len(written)
+                raise UserError(f"{self.rows.name(index)}: the chat template rewrites earlier turns of this row")
+            pieces.append((before[len(rendered) :], response, add_eos))
             rendered = before + response
-        return SFTExample(input_ids=input_ids, loss_mask=loss_mask)
+        return pieces
+
+    def examples(self, rows: Sequence[list[tuple[str, str, bool]]]) -> list[SFTExample]:
+        """One example for each row of pieces, tokenised together."""
+        texts = [text for pieces in rows for before, response, _ in pieces for text in (before, response)]
+        ids = iter(encode_texts(self.tokenizer, texts))
+        examples = []
+        for pieces in rows:
+            example = SFTExample(input_ids=[], loss_mask=[])
+            for _, _, add_eos in pieces:
+                context, written = next(ids), next(ids)
+                if not example.input_ids:
+                    context = _with_bos(self.tokenizer, context)
+                written = written + [self.tokenizer.eos_token_id] * add_eos
+                example.input_ids += context + written
+                example.loss_mask += [0] * len(context) + [1] * len(written)
+            examples.append(example)
+        return examples
+
+    def lengths(self, indices: np.ndarray) -> list[int]:
+        """Exact token counts of some rows, of a row with several examples that of the longest."""
+        turns = [(index, turn) for index in indices.tolist() for turn in self.turns(index)]
+        longest = dict.fromkeys(indices.tolist(), 0)
+        examples = self.examples([self.pieces(index, turn) for index, turn in turns])
+        for (index, _), example in zip(turns, examples, strict=True):
+            longest[index] = max(longest[index], len(example.input_ids))
+        return list(longest.values())
 
     def __getitem__(self, i: int) -> SFTExample:
         index, turn = (int(value) for value in self.kept[i])
-        example = self.example(index, turn)
+        [example] = self.examples([self.pieces(index, turn)])
         self._kept_within(index, len(example.input_ids), self.max_length)
         return example
 
@@ -696,18 +726,9 @@ def load_sft(
     def conversations(names: Sequence[str]) -> list[list[Part]]:
         return [[("messages", "user")]] if "messages" in names else [[("prompt", "user"), ("response", "assistant")]]
 
-    def turns_of(index: int) -> list[int]:
-        if "messages" not in rows.columns_at(index):
-            return [-1]
-        turns = dataset.conversation(index)[1]
-        return turns if dataset.rewrites_history or not turns else [-1]
-
-    def exact_lengths(indices: np.ndarray) -> list[int]:
-        return [max((len(dataset.example(i, turn).input_ids) for turn in turns_of(i)), default=0) for i in indices]
-
     length_filter = LengthFilter(tokenizer, add_generation_prompt=False, kwargs=chat_template_kwargs)
-    fitting = length_filter.fitting(rows, max_length, conversations, exact_lengths)
-    kept = [(index, turn) for index in fitting for turn in turns_of(int(index))]
+    fitting = length_filter.fitting(rows, max_length, conversations, dataset.lengths)
+    kept = [(index, turn) for index in fitting.tolist() for turn in dataset.turns(index)]
     silent = len(fitting) - len({index for index, _ in kept})
     dropped = Counter(
         {f"longer than {max_length} tokens": len(rows) - len(fitting), "without an assistant turn": silent}
@@ -764,9 +785,8 @@ class PairDataset(Dataset):
                 before, text, add_eos = render_response(self.tokenizer, prompt, response, self.chat_template_kwargs)
             except UserError as error:
                 raise UserError(f"{self.rows.name(index)}: {error}") from error
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            encoded.append(ids + [self.tokenizer.eos_token_id] * add_eos)
-        prompt_ids = _with_bos(self.tokenizer, self.tokenizer.encode(before, add_special_tokens=False))
+            encoded.append(encode_texts(self.tokenizer, [text])[0] + [self.tokenizer.eos_token_id] * add_eos)
+        prompt_ids = _with_bos(self.tokenizer, encode_texts(self.tokenizer, [before])[0])
         return PairExample(prompt_ids=prompt_ids, chosen_ids=encoded[0], rejected_ids=encoded[1])
 
     def __getitem__(self, i: int) -> PairExample:

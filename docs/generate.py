@@ -125,9 +125,9 @@ def render_metrics(script: str) -> str:
 
 
 def render_results(script: str) -> str:
-    """A row for each recorded run on the embedded task: the first evaluation, the last, and the time between."""
+    """A row for each recorded run on the embedded task: the first evaluation and the last."""
     folder = ROOT / "benchmarks" / "results" / f"tiny_{script}"
-    lines = ["| run | steps | accuracy before -> after | response length | minutes |", "|---|---|---|---|---|"]
+    lines = ["| run | steps | accuracy before -> after | response length |", "|---|---|---|---|"]
     for path in sorted(folder.glob("*.metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         first, last = rows[0], rows[-1]
@@ -135,11 +135,8 @@ def render_results(script: str) -> str:
             " -> ".join(f"{row[f'eval/{name}']:.{digits}f}" for row in (first, last))
             for name, digits in (("accuracy", 3), ("response_length", 1))
         )
-        minutes = (last["time/elapsed_s"] - first["time/elapsed_s"]) / 60
         name = path.name.removesuffix(".metrics.jsonl")
-        lines.append(
-            f"| [{name}](../../{path.relative_to(ROOT)}) | {last['step']} | {accuracy} | {length} | {minutes:.1f} |"
-        )
+        lines.append(f"| [{name}](../../{path.relative_to(ROOT)}) | {last['step']} | {accuracy} | {length} |")
     return "\n".join(lines) if len(lines) > 2 else "*Not yet measured.*"
 
 

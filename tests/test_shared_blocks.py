@@ -1,6 +1,5 @@
 """The scripts of algos/ are in step with grpo.py, small, and free of what belongs elsewhere."""
 
-import difflib
 import io
 import re
 import subprocess
@@ -14,7 +13,7 @@ from conftest import ROOT, environment
 from shared_blocks import ALGOS, SOURCE, blocks, carry_over, differences, needless_markers, scripts
 
 # Lines that `diff algos/grpo.py algos/<name>.py` may show, removed and added ones together.
-DIFF_BOUNDS = {"rloo": 60, "gspo": 60, "remax": 80}
+DIFF_BOUNDS = {"rloo": 60, "gspo": 60, "remax": 80, "ppo": 500, "sft": 660, "reward_model": 720}
 # Lines of code, without comments, docstrings, help strings and blank lines.
 LINE_BUDGET = {"ppo": 600}
 DEFAULT_LINE_BUDGET = 500
@@ -147,11 +146,27 @@ def test_in_step_with_grpo(path):
     assert needless_markers(source, other) == []
 
 
+def changed_lines(old: list[str], new: list[str]) -> int:
+    """Lines that a smallest diff removes and adds: those outside a longest common subsequence."""
+    longest = [0] * (len(new) + 1)
+    for line in old:
+        diagonal = 0
+        for j, other in enumerate(new, 1):
+            diagonal, longest[j] = longest[j], diagonal + 1 if line == other else max(longest[j], longest[j - 1])
+    return len(old) + len(new) - 2 * longest[-1]
+
+
+def test_what_counts_as_a_changed_line():
+    assert changed_lines(list("abcd"), list("abcd")) == 0
+    assert changed_lines(list("abcd"), list("axcd")) == 2  # one removed, one added
+    assert changed_lines(list("abcd"), list("acdye")) == 3
+    assert changed_lines([], list("ab")) == 2
+
+
 @pytest.mark.parametrize("name", sorted(DIFF_BOUNDS))
 def test_the_diff_is_small(name):
     source, other = (path.read_text().splitlines() for path in (SOURCE, ALGOS / f"{name}.py"))
-    changed = [line for line in difflib.ndiff(source, other) if line.startswith(("- ", "+ "))]
-    assert len(changed) <= DIFF_BOUNDS[name]
+    assert changed_lines(source, other) <= DIFF_BOUNDS[name]
 
 
 def code_lines(source: str) -> int:

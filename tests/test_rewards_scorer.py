@@ -228,6 +228,20 @@ def test_a_batched_function(tmp_path: Path) -> None:
     assert run_function(path, count=3)[0] == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "def reward(solution_str, ground_truth):",
+        "def reward(*, ground_truth, solution_str, **rest):",
+        "async def reward(data_source, solution_str, ground_truth, extra_info=None):",
+        "def reward(source, text, truth, extra):\n    solution_str, ground_truth = text, truth",
+    ],
+)
+def test_functions_as_verl_lets_people_write_them(tmp_path: Path, head: str) -> None:
+    path = write(tmp_path, f"{head}\n    return float(solution_str == ground_truth)\n")
+    assert run_function(path)[0] == [0.0, 1.0]
+
+
 def test_a_batched_function_that_returns_too_few_scores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, "def reward(data_sources, solution_strs, ground_truths, extra_infos): return [1.0]\n")
     scores, metrics = run_function(path, count=3)
@@ -260,6 +274,7 @@ def test_a_function_may_import_its_neighbours(tmp_path: Path) -> None:
     [
         ("    return 1 / 0", r"my_reward\.py:2: ZeroDivisionError"),
         ("    return None", "not a number"),
+        ("    return input()", "EOFError"),
         ("    return 'high'", "not a number"),
         ("    return float('nan')", "the score is nan"),
         ("    return float('inf')", "the score is inf"),

@@ -6,6 +6,7 @@ input (from our own process), results go back as one line of JSON each. Everythi
 standard error, so that it cannot break the protocol.
 """
 
+import asyncio
 import ctypes
 import importlib.util
 import inspect
@@ -27,6 +28,8 @@ from common.rewards.results import plain_result, where
 MEMORY_LIMIT = 4 * 2**30
 """Bytes of address space for Math-Verify: a power tower runs out of this instead of the machine's memory."""
 PR_SET_PDEATHSIG = 1
+NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCHED_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
@@ -44,10 +47,23 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def is_batched(function: Callable[..., Any]) -> bool:
-    """Whether a user's function takes lists: its second parameter is called `solution_strs`, or it says `batched`."""
+def by_keyword(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """(`function` as it is called with the four values in order, whether it takes lists of them).
+
+    With verl's parameter names it gets by name what it asks for; with others, all four in order. It takes lists when its
+    parameters have the plural names.
+    """
     parameters = inspect.signature(function).parameters
-    return bool(getattr(function, "batched", "solution_strs" in parameters))
+    batched = "solution_strs" in parameters
+    names = BATCHED_NAMES if batched else NAMES
+    if names[1] not in parameters:
+        return function, False
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def call(*values: Any) -> Any:
+        return function(**{name: value for name, value in zip(names, values) if takes_all or name in parameters})
+
+    return call, batched
 
 
 def _batch_results(results: Any, count: int) -> list[dict[str, Any]]:
@@ -83,8 +99,11 @@ def prepare_math_verify() -> Callable[[str, str], float]:
 
 def main() -> None:
     _die_with_parent()
+    # The pipes to the trainer are kept where the user's code cannot read or write by accident.
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    tasks = os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def send(message: dict[str, Any]) -> None:
         results.write(json.dumps(message) + "\n")
@@ -95,8 +114,7 @@ def main() -> None:
         path, _, name = sys.argv[1].rpartition(":")
     try:
         if path:
-            function = load_function(path, name)
-            batched = is_batched(function)
+            function, batched = by_keyword(load_function(path, name))
         else:
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
             function = prepare_math_verify()
@@ -107,11 +125,13 @@ def main() -> None:
     send({"ready": True, "batched": batched})
     while True:
         try:
-            arguments = pickle.load(sys.stdin.buffer)
+            arguments = pickle.load(tasks)
         except EOFError:
             return
         try:
             result = function(*arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(result)
             if batched:
                 send({"batch": _batch_results(result, len(arguments[1]))})
             else:

@@ -50,8 +50,8 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 def by_keyword(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     """(`function` as it is called with the four values in order, whether it takes lists of them).
 
-    With verl's parameter names it gets by name what it asks for; with others, all four in order. It takes lists when its
-    parameters have the plural names.
+    With verl's parameter names it gets by name what it asks for; with others, all four in order. It takes lists when
+    its parameters have the plural names.
     """
     parameters = inspect.signature(function).parameters
     batched = "solution_strs" in parameters

@@ -222,8 +222,8 @@ class Checkpointer:
     """Saves and restores a run in `folder`, keeping the newest `keep` checkpoints and the one with the best score.
 
     `save` copies the state to main memory and returns; a thread writes it while training goes on. The thread uses a
-    process group of its own, so that its messages never meet the trainer's. Without a CPU backend in the default process
-    group `save` writes before it returns. Every method is collective: all ranks call it, in the same order.
+    process group of its own, so that its messages never meet the trainer's. Without a CPU backend in the default
+    process group `save` writes before it returns. Every method is collective: all ranks call it, in the same order.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -258,8 +258,8 @@ class Checkpointer:
         modules: name -> (module, optimizer or None). A module that appears in no optimizer is saved all the same.
         extra: tensors and plain values, the same on all ranks. rank_state: the same kind, of this rank.
         score: higher is better; None (or NaN) takes no part in the choice of the best checkpoint.
-        Waits first for a write that is still going on. Raises UserError, on all ranks, if that one failed or if this one
-        cannot start; ValueError for what weights_only loading would refuse later.
+        Waits first for a write that is still going on. Raises UserError, on all ranks, if that one failed or if this
+        one cannot start; ValueError for what weights_only loading would refuse later.
         """
         self.wait()
         files = {f"rank_{_rank()}.pt": _pack(rank_state, "rank_state")}
@@ -311,7 +311,7 @@ class Checkpointer:
         files: dict[str, bytes],
         manifest: dict[str, Any],
     ) -> None:
-        """Write, flush, wait for all ranks, rename. Leaves the message of a failure, the same on all ranks, in _error."""
+        """Write, flush, wait for all ranks, rename. Leaves a failure's message, the same on all ranks, in _error."""
         try:
             error = None
             try:
@@ -342,7 +342,7 @@ class Checkpointer:
         return f"checkpoint step_{step} in {self.folder} could not be written: {_why(error)}; {usable}"
 
     def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
-        """Rank 0, when all files of all ranks are on the disk: list them, rename, delete what is not needed any more."""
+        """Rank 0, when the files of all ranks are on the disk: list them, rename, delete what is not needed now."""
         paths = sorted(path for path in temporary.rglob("*") if path.is_file())
         manifest["files"] = {str(path.relative_to(temporary)): path.stat().st_size for path in paths}
         _write_file(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -356,7 +356,7 @@ class Checkpointer:
         self._delete_old()
 
     def _delete_old(self) -> None:
-        """Keep the newest `keep` complete checkpoints and the best one; a deletion cut short leaves no half checkpoint."""
+        """Keep the newest `keep` complete checkpoints and the best; a deletion cut short leaves no half checkpoint."""
         complete = self._complete()
         scores = {path: json.loads((path / MANIFEST).read_text())["score"] for path in complete}
         scored = [path for path in complete if scores[path] is not None]  # newest first: of equals, the newest is best
@@ -647,7 +647,7 @@ def _fill(target: torch.Tensor, source: Any, where: str) -> None:
 
 
 def _slices(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds (FSDP2 splits as torch.chunk does, so the last ranks may have less)."""
+    """Which part of the whole tensor this rank holds: FSDP2 splits as torch.chunk does, the last may have less."""
     slices = [slice(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
         for placement, size, rank in zip(
@@ -734,7 +734,7 @@ def _check_ties(model: nn.Module, files: Mapping[str, Path], folder: Path) -> No
 
 
 def _refuse_conversions(model: nn.Module, files: Iterable[str], folder: Path) -> None:
-    """transformers 5 renames, merges or transposes tensors of some architectures while loading; that is not done here."""
+    """transformers 5 renames, merges or transposes some architectures' tensors while loading; that is not done here."""
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
@@ -883,8 +883,8 @@ def _sync_file(path: Path) -> None:
 def find_run(args: Any, *, script: str) -> tuple[Path | None, Path | None]:
     """(folder of the run, checkpoint to start from) for the arguments --resume, --resume-from and --run-dir.
 
-    (None or --run-dir, None): a new run. (folder, None): a run that ended before its first checkpoint starts again in its
-    folder. --resume alone takes the newest folder under runs/ that this script made.
+    (None or --run-dir, None): a new run. (folder, None): a run that ended before its first checkpoint starts again in
+    its folder. --resume alone takes the newest folder under runs/ that this script made.
     Raises UserError when there is nothing of that name.
     """
     if not (args.resume or args.resume_from):

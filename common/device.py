@@ -94,7 +94,7 @@ class Device:
     # -- numbers and kernels ------------------------------------------------------------------------------------------
 
     def default_dtype(self) -> torch.dtype:
-        """bf16 where the hardware multiplies it, otherwise fp32: bf16 without AMX or AVX512-BF16 is slower than fp32."""
+        """bf16 where the hardware multiplies it, else fp32: without AMX or AVX512-BF16 a CPU is slower in bf16."""
         if self.is_accelerator or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
             return torch.bfloat16
         return torch.float32
@@ -174,7 +174,7 @@ class Device:
 
     @contextlib.contextmanager
     def starting_engine(self) -> Iterator[None]:
-        """Around `import vllm` and `LLM(...)`: sets what they read, and keeps their known-harmless chatter off the screen."""
+        """Around `import vllm` and `LLM(...)`: sets what they read, keeps their harmless chatter off the screen."""
         os.environ.update(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process, so weights pass by reference
             VLLM_NO_USAGE_STATS="1",

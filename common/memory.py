@@ -92,7 +92,7 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
 
 
 def table(args: Any, *, ranks: int, frozen_models: int) -> str:
-    """The plan as text: GiB a rank, the totals while training and while sampling, and what this machine's device has."""
+    """The plan as text: GiB a rank, the totals while training and while sampling, what this machine's device has."""
     device, folder = get_device(), resolve_model(args.model)
     rows = plan(folder, args, ranks=ranks, frozen_models=frozen_models, device=device)
     resident = sum(size for name, size in rows.items() if name.endswith("(sharded)"))

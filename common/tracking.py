@@ -5,7 +5,7 @@ A run has one folder, runs/<script>-<time>-<seed>/:
     args.json       every argument, secrets blanked out
     versions.json   Python, packages, git commit
     <script>.py     the script as it was when the run started
-    metrics.jsonl   one line a step with every metric: {"step": 3, "time/elapsed_s": 4.2, ...}; evaluations are lines of their own
+    metrics.jsonl   one line a step with every metric, {"step": 3, "time/elapsed_s": 4.2, ...}, and one an evaluation
     samples.jsonl   prompts, responses and rewards
     curve.png       written by `Tracker.plot`
     summary.json    written by `Tracker.summary`

@@ -113,7 +113,7 @@ def main(args: Args) -> None:
         raise UserError(f"--out {out_dir}: already holds a model; delete it or name another folder")
     missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"transformers needs {' and '.join(missing)} to read GGUF: pip install -r requirements/data.txt")
+        raise UserError(f"transformers needs {' and '.join(missing)} for GGUF: pip install -r requirements/data.txt")
     with tempfile.TemporaryDirectory() as scratch:
         gguf = find_gguf(args.source, Path(scratch))
         tokenizer = load_tokenizer(gguf)

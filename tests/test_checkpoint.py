@@ -657,7 +657,7 @@ def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_ranks_main(rank: int, work: Path) -> None:
-    """What each of two ranks does for `test_two_ranks`; it asserts on its own, and leaves files for the test to check."""
+    """What each of two ranks does for `test_two_ranks`; it asserts by itself and leaves files for the test to check."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(work / "store"), 2), rank=rank, world_size=2)
     source = work / "source"

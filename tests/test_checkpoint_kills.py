@@ -1,6 +1,6 @@
-"""A rank is killed (SIGKILL) before each single file operation of a save; what was complete before must still be usable.
+"""A rank is killed (SIGKILL) before each file operation of a save; what was complete before must still be usable.
 
-Two ranks save step 2 over gloo, into a folder that holds a complete step 1. `python tests/test_checkpoint_kills.py FOLDER`
+Two ranks save step 2 over gloo, into a folder with a complete step 1. `python tests/test_checkpoint_kills.py FOLDER`
 does the work: it imports torch once and forks the ranks, which makes a case cost a fraction of a second.
 """
 

@@ -92,7 +92,8 @@ def test_attention_falls_back_without_flash_attn(monkeypatch):
 
 def test_the_cpu_computes_in_bf16_only_where_it_multiplies_it(monkeypatch):
     device = Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
-    for amx, avx, expected in ((False, False, torch.float32), (True, False, torch.bfloat16), (False, True, torch.bfloat16)):
+    cases = ((False, False, torch.float32), (True, False, torch.bfloat16), (False, True, torch.bfloat16))
+    for amx, avx, expected in cases:
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
         assert device.default_dtype() == expected

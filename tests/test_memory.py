@@ -27,7 +27,8 @@ def seven_b(tmp_path_factory):
 
 
 def arguments(**changes) -> Args:
-    return Args(**{"dtype": "bf16", "max_response_length": 1024, "gradient_checkpointing": True, "kv_cache_gib": 20} | changes)
+    settings = {"dtype": "bf16", "max_response_length": 1024, "gradient_checkpointing": True, "kv_cache_gib": 20}
+    return Args(**settings | changes)
 
 
 def test_seven_b_on_eight_ranks_by_hand(seven_b):

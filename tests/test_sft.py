@@ -77,7 +77,8 @@ def test_the_export_loads_and_its_loss_is_the_one_that_was_logged(two_ranks):
     from common.data import load_sft
 
     model = AutoModelForCausalLM.from_pretrained(two_ranks / "hf", dtype=torch.float32)
-    examples = load_sft([str(TINY / "sft.parquet")], tokenizer=AutoTokenizer.from_pretrained(two_ranks / "hf"), max_length=64)
+    tokenizer = AutoTokenizer.from_pretrained(two_ranks / "hf")
+    examples = load_sft([str(TINY / "sft.parquet")], tokenizer=tokenizer, max_length=64)
     total, count = 0.0, 0
     for i in range(0, len(examples), 16):  # a sixteenth of the rows says enough
         example = examples[i]

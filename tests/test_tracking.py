@@ -261,7 +261,7 @@ def test_the_picture_shows_both_curves(script: Path, monkeypatch: pytest.MonkeyP
 
 
 def wandb_records(path: Path) -> list[bytes]:
-    """The records of an offline file: LevelDB's log format (32 KiB blocks, 7-byte headers) after 7 bytes of preamble."""
+    """The records of an offline file: LevelDB's log format (32 KiB blocks, 7-byte headers) after 7 bytes of header."""
     data, position, records, record = path.read_bytes(), 7, [], b""
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:  # too little room for a header: the block ends with zeros

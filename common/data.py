@@ -212,7 +212,7 @@ def encode_chat(
 
 UNKNOWN = np.iinfo(np.int64).max
 """The length bound of a row that has to be tokenised to know."""
-ENCODE_ROWS = 2048
+ENCODE_ROWS = 512
 """Rows that are tokenised at a time; the tokenizer spreads them over its threads."""
 REMEMBERED_ROWS = 20_000
 """When more rows than this had to be tokenised, the result is kept in the cache folder."""
@@ -321,7 +321,7 @@ def _save_array(path: Path, array: np.ndarray) -> None:
 def _progress(indices: np.ndarray) -> Iterator[np.ndarray]:
     """Chunks of `indices`, with a progress bar when there are many of them."""
     chunks = [indices[start : start + ENCODE_ROWS] for start in range(0, len(indices), ENCODE_ROWS)]
-    with Progress(transient=True, disable=len(chunks) < 10) as progress:
+    with Progress(transient=True, disable=len(indices) < REMEMBERED_ROWS) as progress:
         yield from progress.track(chunks, description="measuring lengths")
 
 

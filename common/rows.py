@@ -8,6 +8,7 @@ time and no memory of its own. The first process to ask converts; the others wai
 import fcntl
 import glob
 import hashlib
+import mmap
 import os
 import re
 import tempfile
@@ -26,6 +27,8 @@ MAPPED_ROWS = 50_000
 """Files with more rows than this are read through a memory-mapped copy."""
 CONVERT_ROWS = 16_384
 """Rows that are in memory at a time while a file is converted."""
+RELEASE_EVERY = 200
+"""Reads of single rows after which the mapped pages are let go of."""
 CACHE_FORMAT = 1
 """Changes when the cached files would look different."""
 
@@ -115,7 +118,10 @@ class Rows:
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str]) -> None:
         self.paths = list(paths)
-        self.tables = [_open_table(path, columns) for path in paths]
+        opened = [_open_table(path, columns) for path in paths]
+        self.tables = [table for table, _ in opened]
+        self._mappings = [mapping for _, mapping in opened if mapping is not None]
+        self._reads = 0
         self.starts = np.cumsum([0] + [table.num_rows for table in self.tables])
 
     def __len__(self) -> int:
@@ -128,6 +134,9 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         which, row = self.locate(index)
+        self._reads += 1
+        if self._reads % RELEASE_EVERY == 0:
+            self._release()
         return self.tables[which].slice(row, 1).to_pylist(maps_as_pydicts="lossy")[0]
 
     def column(self, name: str, indices: np.ndarray) -> list[Any]:
@@ -155,6 +164,12 @@ class Rows:
             for batch in table.to_batches(max_chunksize=CONVERT_ROWS):
                 yield position, batch
                 position += batch.num_rows
+                self._release()
+
+    def _release(self) -> None:
+        """Let go of the mapped pages that were read: they stay in the system's cache, but no longer count as ours."""
+        for mapping in self._mappings:
+            mapping.madvise(mmap.MADV_DONTNEED)
 
     def refuse_nulls(self, column: str) -> None:
         """Every row must have a value in this column.
@@ -172,8 +187,8 @@ class Rows:
         return _digest(*(_file_key(path) for path in self.paths))
 
 
-def _open_table(path: Path, columns: Sequence[str]) -> pa.Table:
-    """The columns of a file that it has, in memory or memory-mapped.
+def _open_table(path: Path, columns: Sequence[str]) -> tuple[pa.Table, mmap.mmap | None]:
+    """(the columns of a file that it has, the mapping that they lie in or None when they are in memory).
 
     Raises:
         UserError: the file is damaged behind its footer.
@@ -183,10 +198,12 @@ def _open_table(path: Path, columns: Sequence[str]) -> pa.Table:
         with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
             present = [column for column in columns if column in file.schema_arrow.names]
             if file.metadata.num_rows <= MAPPED_ROWS:
-                return _plain(file.read(columns=present))
+                return _plain(file.read(columns=present)), None
             key = _digest(_file_key(path), *present)
             mapped = cached(f"{path.stem}-{key}.arrow", lambda target: _convert(file, present, target))
-        return pa.ipc.open_file(pa.memory_map(str(mapped))).read_all()
+        with mapped.open("rb") as cached_file:
+            mapping = mmap.mmap(cached_file.fileno(), 0, prot=mmap.PROT_READ)
+        return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapping))).read_all(), mapping
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: damaged ({' '.join(str(error).split())[:120]})") from error
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, environment, metrics_of, run_script, samples_of, succeeded, torchrun_command
 
+from benchmarks.soak import is_alive, ranks_of
+
 SMALL = (
     *("--steps", 4, "--prompts-per-step", 8, "--group-size", 4, "--eval-every", 0, "--save-every", 1),
     *("--keep-checkpoints", 9, "--lr", "1e-3", "--num-minibatches", 2, "--kl-coef", "0.01"),
@@ -107,33 +109,21 @@ def start(run_dir: Path, *args: object) -> subprocess.Popen:
     raise AssertionError(f"ended with {process.wait()} before its second step")
 
 
-def processes_of(group: int) -> list[int]:
-    """Ids of the living processes of a process group."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
 def test_ctrl_c_stops_all_ranks_within_10_seconds(tmp_path):
     process = start(tmp_path / "r")
+    ranks = ranks_of(process)
     began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends; torchrun passes it on
     process.communicate(timeout=30)
     assert time.monotonic() - began < 10
     assert process.returncode != 0
-    assert processes_of(process.pid) == []
+    assert len(ranks) == 2
+    assert not any(map(is_alive, ranks))
 
 
 def test_sigterm_saves_and_ends_and_the_run_goes_on_from_there(tmp_path):
     process = start(tmp_path / "r")
-    workers = [pid for pid in processes_of(process.pid) if pid != process.pid]
-    for pid in workers:
+    for pid in ranks_of(process):
         os.kill(pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output[-3000:]

@@ -189,13 +189,17 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
     ],
 )
 def test_bad_arguments_are_refused_with_the_numbers(monkeypatch, arguments, words):
-    from algos.grpo import Args, resolve_args
+    from algos.grpo import TINY_DEFAULTS, Args
+    from common import arguments as checks
     from common.device import get_device
-    from common.launch import UserError
+    from common.launch import UserError, json_object
 
     monkeypatch.setenv("WORLD_SIZE", "2")
+    args = Args(**arguments)
+    checks.fill_in(args, TINY_DEFAULTS, get_device())
     with pytest.raises(UserError) as error:
-        resolve_args(Args(**arguments), get_device())
+        checks.check_rollout(args)
+        json_object(args.chat_template_kwargs, flag="--chat-template-kwargs")
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the scripts are no installed package
+
 from algos import grpo
 from common import launch
 from common.device import get_device

@@ -9,9 +9,12 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the scripts are no installed package
 
 from algos import grpo
 from common import launch, optim

@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT))  # `from algos import grpo`: the scripts are no pa
 def environment(**extra: str) -> dict[str, str]:
     """One thread a rank: two ranks with two threads each starve each other on two cores."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    return clean | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", **extra}
+    # The workers in tests/workers import the scripts, which are no installed package.
+    fixed = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return clean | fixed | extra
 
 
 def torchrun_command(script: str | Path, *args: object, nproc: int = 1) -> list[str]:

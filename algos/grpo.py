@@ -85,7 +85,7 @@ class Args:
     prompts_per_step: int = 32
     """Prompts in one step, over all ranks."""
     group_size: int = 8
-    """Responses sampled for each prompt (G; the paper has 64)."""
+    """Responses sampled for each prompt (G; DeepSeekMath has 64)."""
     max_response_length: int | None = None
     """Longest response in tokens; default 1024, for the embedded task 48."""
     temperature: float = 1.0
@@ -107,11 +107,11 @@ class Args:
     scale_by_std: bool = True
     """Divide the advantage by the group's standard deviation; Dr. GRPO does not."""
     clip_low: float = 0.2
-    """Lower clip range of the ratio, eps_low (the paper's epsilon)."""
+    """Lower clip range of the ratio, eps_low (epsilon in DeepSeekMath)."""
     clip_high: float = 0.2
     """Upper clip range of the ratio, eps_high (DAPO: 0.28)."""
     kl_coef: float = 0.0
-    """Weight beta of the KL to the frozen starting model; 0 keeps no reference model (the paper: 0.04)."""
+    """Weight beta of the KL to the frozen starting model; 0 keeps no reference model (DeepSeekMath: 0.04)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL (equation 4 is k3). In a loss only k2 has the gradient of the reverse KL; k1 has none."""
     loss_denominator: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
@@ -127,7 +127,7 @@ class Args:
     epochs: int = 1
     """Passes over each rollout batch."""
     lr: float | None = None
-    """Peak learning rate of AdamW; default 1e-6 (the paper), for the embedded model 1e-4."""
+    """Peak learning rate of AdamW; default 1e-6 (DeepSeekMath), for the embedded model 1e-4."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from 0; default 10."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"

@@ -120,7 +120,7 @@ class Args:
 
     # -- algorithm --
     clip_low: float = 0.2
-    """Lower clip range of the ratio, eps_low (the paper's epsilon)."""
+    """Lower clip range of the ratio, eps_low (epsilon in DeepSeekMath)."""
     clip_high: float = 0.2
     """Upper clip range of the ratio, eps_high (DAPO: 0.28)."""
     dual_clip: float = 0.0

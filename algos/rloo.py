@@ -85,7 +85,7 @@ class Args:
     prompts_per_step: int = 32
     """Prompts in one step, over all ranks."""
     group_size: int = 8
-    """Responses sampled for each prompt (G; the paper has 64)."""
+    """Responses sampled for each prompt (G; DeepSeekMath has 64)."""
     max_response_length: int | None = None
     """Longest response in tokens; default 1024, for the embedded task 48."""
     temperature: float = 1.0
@@ -105,7 +105,7 @@ class Args:
 
     # -- algorithm --
     clip_low: float = 0.2
-    """Lower clip range of the ratio, eps_low (the paper's epsilon)."""
+    """Lower clip range of the ratio, eps_low (epsilon in DeepSeekMath)."""
     clip_high: float = 0.2
     """Upper clip range of the ratio, eps_high (DAPO: 0.28)."""
     # Differs from algos/grpo.py: the KL is part of the reward.
@@ -124,7 +124,7 @@ class Args:
     epochs: int = 1
     """Passes over each rollout batch."""
     lr: float | None = None
-    """Peak learning rate of AdamW; default 1e-6 (the paper), for the embedded model 1e-4."""
+    """Peak learning rate of AdamW; default 1e-6 (DeepSeekMath), for the embedded model 1e-4."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from 0; default 10."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"

@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import random
+import re
 import resource
 import sys
 import threading
@@ -132,8 +133,10 @@ class Device:
         """Highest number of bytes so far: allocated on the accelerator, or resident in this process."""
         if self.is_accelerator:
             return self._module.max_memory_allocated(self.index)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+        status = Path("/proc/self/status")
+        if status.exists():  # getrusage goes back to before the exec: a small process would report its parent's peak
+            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, where it is in bytes
 
     def seed(self, seed: int) -> None:
         """Seed Python, NumPy, torch's CPU generator and the accelerator's."""

@@ -134,6 +134,13 @@ def test_on_a_cpu_the_same_calls_do_nothing_and_memory_is_the_machine_s():
     assert 10 * 2**20 < device.peak_memory() < total
 
 
+def test_the_peak_is_that_of_this_process_not_of_the_one_that_started_it():
+    held = bytearray(2 * 2**30)  # resident when the child is made, which is a copy of this process until its exec
+    program = "from common.device import get_device; print(get_device().peak_memory())"
+    peak = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert peak < len(held)
+
+
 def test_every_generator_goes_on_where_its_saved_state_was(tmp_path):
     device = Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
 

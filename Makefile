@@ -52,7 +52,7 @@ demo: install ## train the embedded model with GRPO: minutes on two CPU cores, n
 	@$(VENV)/bin/torchrun --nproc_per_node $(NPROC) algos/grpo.py $(ARGS)
 
 test: $(VENV)/.stamp-test ## run the tests; they need no accelerator
-	@$(VENV)/bin/python -m pytest -q --durations 10 $(ARGS)
+	@$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 lint: $(VENV)/.stamp-test ## check the code with ruff
 	@$(VENV)/bin/ruff check . $(ARGS)

@@ -78,6 +78,10 @@ class Args:
     """Seconds of wall time after which scoring a response is given up (score 0, counted)."""
     strict_rewards: bool = False
     """Stop the run when a reward function raises, instead of counting it in rewards/errors."""
+    overlong_buffer: int = 0
+    """Tokens before the length limit over which a training reward falls linearly (DAPO, eq. 13); 0: no penalty."""
+    overlong_penalty: float = 1.0
+    """What a response of the full length loses by that."""
     trust_remote_code: bool = False
     """Let the model's repository run its own Python code."""
 
@@ -281,7 +285,10 @@ class Sample:
     rollout_logprobs: list[float]
     text: str = ""
     truncated: bool = False
+    score: float = 0.0
+    """What the rule gave."""
     reward: float = 0.0
+    """What is trained on: the score, less the penalty on length."""
     advantage: float = 0.0
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
@@ -412,8 +419,7 @@ def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
     if device.can_sleep:
         device.empty_cache()
         llm.wake_up(tags=["weights"])
-    owned = llm.apply_model(engine.weight_names)[0]
-    sent = set()
+    owned, sent = llm.apply_model(engine.weight_names)[0], set()
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(model):
@@ -533,10 +539,9 @@ def score(scorer: rewards.Scorer, samples: list[Sample]) -> dict[str, float]:
         [sample.text for sample in samples],
         [sample.prompt.ground_truth for sample in samples],
         [sample.prompt.extra_info for sample in samples],
-        [len(sample.response_ids) for sample in samples],
     )
     for sample, value in zip(samples, values, strict=True):
-        sample.reward = value
+        sample.score = sample.reward = value
     return metrics
 
 
@@ -547,10 +552,10 @@ def sample_row(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 
 def sequence_sums(samples: list[Sample]) -> dict[str, float]:
-    """What is averaged over sequences. Accuracy is the share of responses with a reward of 1 or more."""
+    """What is averaged over sequences. Accuracy is the share of responses with a score of 1 or more."""
     return {
         "reward": sum(sample.reward for sample in samples),
-        "accuracy": sum(sample.reward >= 1.0 for sample in samples),
+        "accuracy": sum(sample.score >= 1.0 for sample in samples),
         "response_length": sum(len(sample.response_ids) for sample in samples),
         "truncated": sum(sample.truncated for sample in samples),
     }
@@ -658,7 +663,7 @@ def main(args: Args) -> None:
 
         # ==== 2. Rewards ====
         with phases("rewards"):
-            reward_metrics = score(scorer, samples)
+            reward_metrics = score(scorer, samples) | rewards.penalise_length(samples, args)
 
         # ==== 3. Advantages ====
         reward_groups = torch.tensor([sample.reward for sample in samples]).view(-1, args.group_size)  # (P, G)
@@ -705,8 +710,7 @@ def main(args: Args) -> None:
                     (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
                     metrics |= {"entropy": (entropy * batch.response_mask).sum()}
                     metrics["loss"] = loss.detach() * counts["num_tokens"]  # divided again, so the mean over updates
-                    for name, value in metrics.items():
-                        sums[name] = sums.get(name, 0.0) + value
+                    sums |= {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
                 lr = args.lr * optim.lr_factor(state["update"], warmup=warmup, total=total, decay=args.lr_decay)
                 grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
                 state["update"] += 1
@@ -726,8 +730,8 @@ def main(args: Args) -> None:
             device=device,
         )
         tokens = means.pop("tokens") * args.prompts_per_step * args.group_size
-        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad}
-        tracker.log(step, means | optimisation | phases.metrics(tokens=tokens))
+        means |= {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad} | phases.metrics(tokens=tokens)
+        tracker.log(step, means)
         tracker.log_samples(step, [sample_row(sample, tokenizer) for sample in samples[: args.group_size]])
 
         is_last, stop = step == args.steps, launch.stop_requested(device)

@@ -91,6 +91,10 @@ class Args:
     """Seconds of wall time after which scoring a response is given up (score 0, counted)."""
     strict_rewards: bool = False
     """Stop the run when a reward function raises, instead of counting it in rewards/errors."""
+    overlong_buffer: int = 0
+    """Tokens before the length limit over which a training reward falls linearly (DAPO, eq. 13); 0: no penalty."""
+    overlong_penalty: float = 1.0
+    """What a response of the full length loses by that."""
     trust_remote_code: bool = False
     """Let the model's repository run its own Python code."""
 
@@ -342,7 +346,10 @@ class Sample:
     rollout_logprobs: list[float]
     text: str = ""
     truncated: bool = False
+    score: float = 0.0
+    """What the rule or the reward model gave."""
     reward: float = 0.0
+    """What is trained on: the score, less the penalty on length."""
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -493,8 +500,7 @@ def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
     if device.can_sleep:
         device.empty_cache()
         llm.wake_up(tags=["weights"])
-    owned = llm.apply_model(engine.weight_names)[0]
-    sent = set()
+    owned, sent = llm.apply_model(engine.weight_names)[0], set()
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(model):
@@ -633,10 +639,9 @@ def score(
         [sample.text for sample in ruled],
         [sample.prompt.ground_truth for sample in ruled],
         [sample.prompt.extra_info for sample in ruled],
-        [len(sample.response_ids) for sample in ruled],
     )
     for sample, value in zip(ruled, values, strict=True):
-        sample.reward = value
+        sample.score = sample.reward = value
     if reward_model is not None:
         judged = [sample for sample in samples if sample.prompt.reward_style == "model"]
         for micro_batch in make_micro_batches(judged, args.micro_batch_tokens, device):
@@ -644,7 +649,7 @@ def score(
             rows = torch.arange(len(last), device=device.torch_device)
             scores = reward_model.token_scores(collate(micro_batch, device).input_ids, rows, last)
             for sample, value in zip(micro_batch, scores.tolist(), strict=False):
-                sample.reward = value
+                sample.score = sample.reward = value
     return metrics
 
 
@@ -655,10 +660,10 @@ def sample_row(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 
 def sequence_sums(samples: list[Sample]) -> dict[str, float]:
-    """What is averaged over sequences. Accuracy is the share of responses with a reward of 1 or more."""
+    """What is averaged over sequences. Accuracy is the share of responses with a score of 1 or more."""
     return {
         "reward": sum(sample.reward for sample in samples),
-        "accuracy": sum(sample.reward >= 1.0 for sample in samples),
+        "accuracy": sum(sample.score >= 1.0 for sample in samples),
         "response_length": sum(len(sample.response_ids) for sample in samples),
         "truncated": sum(sample.truncated for sample in samples),
     }
@@ -777,6 +782,7 @@ def main(args: Args) -> None:
         # ==== 2. Rewards ====
         with phases("rewards"):
             reward_metrics = score(scorer, samples, reward_model, args, device)
+            reward_metrics |= rewards.penalise_length(samples, args)
 
         # ==== 4. Old and reference logprobs, and values: the advantages are made of them ====
         passes = {"values": lambda batch: compute_values(critic, batch)}

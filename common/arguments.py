@@ -60,6 +60,11 @@ def check_rollout(args: Any) -> None:
         f"--micro-batch-tokens {args.micro_batch_tokens} is less than one longest sequence, --max-prompt-length "
         f"{args.max_prompt_length} + --max-response-length {args.max_response_length}",
     )
+    buffer = getattr(args, "overlong_buffer", 0)
+    require(
+        0 <= buffer <= args.max_response_length,
+        f"--overlong-buffer {buffer}: it is a part of --max-response-length {args.max_response_length}",
+    )
 
 
 def check_batch_size(batch_size: int, *, longest: int, args: Any) -> None:
@@ -73,9 +78,9 @@ def check_batch_size(batch_size: int, *, longest: int, args: Any) -> None:
 
 
 def check_data(args: Any, train_data: PromptDataset, test_data: PromptDataset | None) -> None:
-    """Every row must have a rule that scores it, and every rank a prompt. Raises UserError."""
+    """Every row must have a rule that scores it, if any does, and every rank a prompt. Raises UserError."""
     for dataset in filter(None, (train_data, test_data)):
-        for source in sorted(dataset.data_sources):
+        for source in sorted(getattr(dataset, "data_sources", ())):  # examples for fine-tuning are not scored
             require(
                 args.reward_fn is not None or rewards.knows(source),
                 f"data_source '{source}' has no reward rule: bring one with --reward-fn file.py:name",

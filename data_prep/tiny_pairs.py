@@ -1,4 +1,5 @@
-"""Build preferences for the embedded default: pairs for algos/reward_model.py, and prompts to run PPO against it.
+"""Build preferences for the embedded default: pairs for algos/reward_model.py, prompts to run PPO against it, and the
+responses that algos/spin.py learns to write.
 
     python data_prep/tiny_pairs.py                 # seconds; the same files every time
 
@@ -9,8 +10,9 @@ The prompts are the sums of assets/tiny-arith. The chosen response is right and 
     a slip, 10 %         123+456=?  ->  3+6=9 2+5=8 1+4=5 #### 589            one column is wrong, and so is the answer
 
 Guesses and missing columns can be told by their form. A slip cannot: to see it one has to do the sum, which is too much
-for a model of this size, so about half of the slips go unnoticed. Three files are written: pairs_train.parquet and
-pairs_test.parquet (no sum in both), and prompts_model.parquet, the training prompts with reward_model.style "model".
+for a model of this size, so about half of the slips go unnoticed. Four files are written: pairs_train.parquet and
+pairs_test.parquet (no sum in both), prompts_model.parquet, the training prompts with reward_model.style "model", and
+worked.parquet, the rows of pairs_train.parquet with verl's five fields and the chosen response as `response`.
 """
 
 import argparse
@@ -78,6 +80,8 @@ def main() -> None:
         "pairs_test": [pair_row(row["prompt"], rng) for row in test],
         "prompts_model": prompts,
     }
+    chosen = [{"response": pair["chosen"]} for pair in tables["pairs_train"]]
+    tables["worked"] = [row | response for row, response in zip(train, chosen, strict=False)]
     args.out.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), args.out / f"{name}.parquet", compression="zstd")

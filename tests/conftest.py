@@ -14,6 +14,11 @@ TINY = ROOT / "assets" / "tiny-arith"
 sys.path.insert(0, str(ROOT))  # `from algos import grpo`: the scripts are no package, but importable as a namespace
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first: they take longest, and two workers should end at the same time."""
+    items.sort(key=lambda item: not (hasattr(item.module, "run_script") or hasattr(item.module, "torchrun_command")))
+
+
 def environment(**extra: str) -> dict[str, str]:
     """One thread a rank: two ranks with two threads each starve each other on two cores."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}

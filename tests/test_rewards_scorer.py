@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
 from common.launch import UserError
-from common.rewards import RewardError, RewardFn, Scorer, load_reward_fn
+from common.rewards import RewardError, RewardFn, Scorer, load_reward_fn, penalise_length
 
 MATH = "lighteval/MATH"
 BOMB = r"\boxed{(10^9)!}"
@@ -160,17 +161,19 @@ def test_rules_and_workers_do_without_torch() -> None:
 # -- the overlong penalty ---------------------------------------------------------------------------------------------
 
 
-def test_the_overlong_penalty_is_added_and_logged() -> None:
-    with Scorer(load_reward_fn(None), max_response_length=100, overlong_buffer=20) as scorer:
-        scores, metrics = scorer(["openai/gsm8k"] * 2, ["#### 5"] * 2, ["5", "6"], [{}] * 2, [90, 10])
-    assert scores == [0.5, 0.0]
-    assert metrics["rewards/acc"] == 0.5
-    assert metrics["rewards/overlong"] == -0.25
+def test_the_overlong_penalty_lowers_the_reward_and_not_the_score() -> None:
+    samples = [SimpleNamespace(response_ids=[0] * n, score=1.0, reward=1.0) for n in (90, 10, 100)]
+    args = SimpleNamespace(max_response_length=100, overlong_buffer=20, overlong_penalty=0.5)
+    assert penalise_length(samples, args) == {"rewards/overlong": -0.25}
+    assert [sample.reward for sample in samples] == [0.75, 1.0, 0.5]
+    assert [sample.score for sample in samples] == [1.0] * 3
 
 
-def test_an_overlong_buffer_needs_a_limit_that_holds_it() -> None:
-    with pytest.raises(UserError, match="20 tokens"):
-        Scorer(load_reward_fn(None), max_response_length=10, overlong_buffer=20)
+def test_without_a_buffer_there_is_no_penalty_and_no_metric() -> None:
+    sample = SimpleNamespace(response_ids=[0] * 100, score=1.0, reward=1.0)
+    args = SimpleNamespace(max_response_length=100, overlong_buffer=0, overlong_penalty=1.0)
+    assert penalise_length([sample], args) == {}
+    assert sample.reward == 1.0
 
 
 # -- users' functions -------------------------------------------------------------------------------------------------
@@ -276,8 +279,6 @@ def test_a_function_may_import_its_neighbours(tmp_path: Path) -> None:
         ("    return None", "not a number"),
         ("    return input()", "EOFError"),
         ("    return 'high'", "not a number"),
-        ("    return float('nan')", "the score is nan"),
-        ("    return float('inf')", "the score is inf"),
         ("    return {'acc': 1.0}", "no 'score'"),
         ("    raise SystemExit(3)", r"my_reward\.py:2: SystemExit"),
         ("    import os; os._exit(7)", "ended with code 7"),
@@ -293,6 +294,24 @@ def test_a_failing_function_is_counted_with_file_and_line(
     assert metrics["rewards/errors"] == 2.0
 
     assert re.search(said, caplog.text), caplog.text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("form", ["{}", "{{'score': {}, 'acc': 1.0}}", "[{}] * len(solution_strs)"])
+def test_a_score_that_is_not_finite_is_counted_and_left_for_the_trainer_to_refuse(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: str, form: str
+) -> None:
+    names = "data_source, solution_str, ground_truth, extra_info=None"
+    if "solution_strs" in form:
+        names = "data_sources, solution_strs, ground_truths, extra_infos"
+    returned = form.format(f"float('{value}')")
+    path = write(tmp_path, f"def reward({names}):\n    return {returned}\n")
+    scores, metrics = run_function(path, count=2)
+    assert [str(score) for score in scores] == [value, value]
+    assert metrics["rewards/errors"] == 2.0
+    assert f"the score is {value}" in caplog.text
+    with pytest.raises(RewardError, match=f"the score is {value}"):
+        run_function(path, strict=True)
 
 
 def test_a_failing_function_stops_a_strict_run(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from benchmarks.soak import is_alive, ranks_of
 SMALL = (
     *("--steps", 4, "--prompts-per-step", 8, "--group-size", 4, "--eval-every", 0, "--save-every", 1),
     *("--keep-checkpoints", 9, "--lr", "1e-3", "--num-minibatches", 2, "--kl-coef", "0.01"),
+    *("--overlong-buffer", 40),
 )
 
 
@@ -46,6 +47,9 @@ def test_the_run_folder_is_complete(first_run):
     rows = metrics_of(first_run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(0 < row["entropy"] < 5 and row["mismatch_abs"] < 1e-4 for row in rows)
+    for row in rows:  # the penalty on length is in the reward, and not in the accuracy
+        assert row["rewards/overlong"] < 0
+        assert row["reward"] == pytest.approx(row["accuracy"] + row["rewards/overlong"])
     assert {row["step"] for row in samples_of(first_run)} == {1, 2, 3, 4}
 
 
@@ -163,6 +167,10 @@ def one_line_error(*args: object) -> str:
     assert run.returncode == 2, run.stderr[-3000:]
     assert len(lines) == 1, run.stderr
     return lines[0]
+
+
+def test_a_buffer_longer_than_the_responses_is_refused():
+    assert "--overlong-buffer 49" in one_line_error("--overlong-buffer", 49)
 
 
 def test_a_missing_file_is_named():

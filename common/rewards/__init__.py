@@ -8,6 +8,7 @@ exact_match, think_format. Rules parse text and never evaluate it. docs/rewards.
 import ast
 import atexit
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,22 @@ def overlong_penalty(length: int, *, max_response_length: int, buffer: int, fact
     return -factor * min(1.0, max(0.0, over / buffer))
 
 
+def penalise_length(samples: Sequence[Any], args: Any) -> dict[str, float]:
+    """Add the overlong penalty to each sample's `reward`; its `score`, and so the accuracy, stays what it was.
+
+    Needs --overlong-buffer; without it nothing happens. Returns the metric rewards/overlong, the mean penalty.
+    """
+    if not args.overlong_buffer:
+        return {}
+    limit, buffer, factor = args.max_response_length, args.overlong_buffer, args.overlong_penalty
+    total = 0.0
+    for sample in samples:
+        penalty = overlong_penalty(len(sample.response_ids), max_response_length=limit, buffer=buffer, factor=factor)
+        sample.reward += penalty
+        total += penalty
+    return {"rewards/overlong": total / max(len(samples), 1)}
+
+
 class Scorer:
     """Scores batches of responses; a failure costs one response its score, and is counted and said.
 
@@ -208,7 +225,6 @@ class Scorer:
     timeout_s: wall seconds per call: of one response, or of one batch for a user's batched function
     strict: raise RewardError at the first failure instead of counting it
     num_workers: scoring processes of this rank
-    overlong_buffer: with `max_response_length`, tokens before the limit in which DAPO's penalty grows; 0 turns it off
     """
 
     def __init__(
@@ -218,21 +234,10 @@ class Scorer:
         timeout_s: float = 5.0,
         strict: bool = False,
         num_workers: int = 1,
-        max_response_length: int | None = None,
-        overlong_buffer: int = 0,
-        overlong_factor: float = 1.0,
     ) -> None:
-        if overlong_buffer and (max_response_length is None or overlong_buffer > max_response_length):
-            raise _user_error(
-                f"overlong buffer of {overlong_buffer} tokens: needs a response limit of at least that many tokens, "
-                f"it is {max_response_length}"
-            )
         self.reward_fn = reward_fn
         self.timeout_s = timeout_s
         self.strict = strict
-        self.max_response_length = max_response_length
-        self.overlong_buffer = overlong_buffer
-        self.overlong_factor = overlong_factor
         self.pool = WorkerPool(reward_fn.spec, num_workers=num_workers)
         if reward_fn.path is not None:
             try:
@@ -246,14 +251,11 @@ class Scorer:
         responses: Sequence[str],
         ground_truths: Sequence[Any],
         extra_infos: Sequence[dict],
-        response_lengths: Sequence[int] | None = None,
     ) -> tuple[list[float], dict[str, float]]:
         """Scores, and the metrics of the batch.
 
-        response_lengths: tokens of each response, for the overlong penalty
-
         Metrics: rewards/errors and rewards/timeouts (counts); the mean of every number that the scores came with
-        (`rewards/acc`, ...); with the penalty, rewards/acc (the mean score before it) and rewards/overlong.
+        (`rewards/acc`, ...).
 
         Raises:
             RewardError: a failure, with `strict`.
@@ -261,28 +263,18 @@ class Scorer:
         """
         rows = list(zip(data_sources, responses, ground_truths, extra_infos, strict=True))
         outcomes = self._by_rules(rows) if self.reward_fn.path is None else self._by_function(rows)
-        self._report(outcomes, rows)
         results = [0.0 if outcome.error else outcome.value for outcome in outcomes]
         scores = [result["score"] if isinstance(result, dict) else result for result in results]
+        for outcome, score in zip(outcomes, scores, strict=True):
+            if not math.isfinite(score):
+                outcome.error = f"the score is {score}"
+        self._report(outcomes, rows)
         metrics = {
             "rewards/errors": float(sum(bool(outcome.error) and not outcome.timed_out for outcome in outcomes)),
             "rewards/timeouts": float(sum(outcome.timed_out for outcome in outcomes)),
         }
         metrics |= _means_of_extras(results)
-        if self.overlong_buffer:
-            metrics["rewards/acc"] = sum(scores) / max(len(scores), 1)
-            penalties = [self._penalty(length) for length in response_lengths]
-            metrics["rewards/overlong"] = sum(penalties) / max(len(penalties), 1)
-            scores = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
         return scores, metrics
-
-    def _penalty(self, length: int) -> float:
-        return overlong_penalty(
-            length,
-            max_response_length=self.max_response_length,
-            buffer=self.overlong_buffer,
-            factor=self.overlong_factor,
-        )
 
     def _by_rules(self, rows: Sequence[tuple]) -> list[Outcome]:
         """Score by the built-in rules; what mathematics leaves undecided goes to the worker processes together."""
@@ -329,7 +321,7 @@ class Scorer:
             return
         data_source, response, ground_truth, _ = rows[failed[0]]
         message = (
-            f"{len(failed)} of {len(rows)} responses could not be scored and got 0; the first: "
+            f"{len(failed)} of {len(rows)} responses could not be scored; the first: "
             f"{outcomes[failed[0]].error} (data_source {data_source}, ground truth {str(ground_truth)[:80]!r}, "
             f"response ends in {response[-80:]!r})"
         )

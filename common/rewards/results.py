@@ -1,6 +1,5 @@
 """What a scorer may return, and how a failure is told. Imports nothing heavy: the worker processes use it too."""
 
-import math
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ def where(error: BaseException, path: str | None = None) -> str:
 
 
 def plain_result(result: Any) -> float | dict[str, Any]:
-    """A score as JSON can carry it: a finite float, or a dict with a finite "score" and whatever else is simple.
+    """A score as JSON can carry it: a float, or a dict with a "score" and whatever else is simple.
+
+    NaN and infinity pass: the trainer refuses to learn from them, and says which rows they were.
 
     Raises:
         TypeError, ValueError: it is no score.
@@ -39,7 +40,4 @@ def plain_result(result: Any) -> float | dict[str, Any]:
 def plain_score(result: Any) -> float:
     if result is None or isinstance(result, str | bytes):
         raise TypeError(f"the score is {result!r}, not a number")
-    score = float(result)
-    if not math.isfinite(score):
-        raise ValueError(f"the score is {score}")
-    return score
+    return float(result)

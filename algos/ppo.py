@@ -760,7 +760,7 @@ def main(args: Args) -> None:
         with phases("evaluate"):
             state["first_eval"] = evaluate(test_data, scorer, reward_model, args, device, sampling)
         tracker.log_eval(0, state["first_eval"])
-    step, last_eval = state["step"], state["first_eval"]
+    step = state["step"]
     updates = optim.Updates(args, tracker=tracker, state=state)
     critic_updates = optim.Updates(args, tracker=tracker, state=state["critic"])
     updates_per_step = args.epochs * args.num_minibatches
@@ -900,7 +900,7 @@ def main(args: Args) -> None:
         export = partial(checkpoint.export_hf, tokenizer=tokenizer, dtype=DTYPES[args.export_dtype])
         export(model, folder=tracker.run_dir / "hf", source=folder)
         export(critic, folder=tracker.run_dir / "critic", source=critic_folder)
-    tracker.conclude(step, before=state["first_eval"], after=last_eval, panels=RL_CURVES)
+    tracker.conclude(step, panels=RL_CURVES)
     scorer.close()
 
 

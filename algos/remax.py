@@ -639,7 +639,7 @@ def main(args: Args) -> None:
         with phases("evaluate"):
             state["first_eval"] = evaluate(test_data, scorer, args, device, sampling)
         tracker.log_eval(0, state["first_eval"])
-    step, last_eval = state["step"], state["first_eval"]
+    step = state["step"]
     updates = optim.Updates(args, tracker=tracker, state=state)
     updates_per_step = args.epochs * args.num_minibatches
     warmup, total = args.warmup_steps * updates_per_step, args.steps * updates_per_step
@@ -753,7 +753,7 @@ def main(args: Args) -> None:
     checkpointer.wait()
     if args.export and step == args.steps:
         checkpoint.export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
-    tracker.conclude(step, before=state["first_eval"], after=last_eval, panels=RL_CURVES)
+    tracker.conclude(step, panels=RL_CURVES)
     scorer.close()
 
 

@@ -348,7 +348,7 @@ def main(args: Args) -> None:
         with phases("evaluate"):
             state["first_eval"] = evaluate(test_data, model, args, device)
         tracker.log_eval(0, state["first_eval"])
-    step, last_eval = state["step"], state["first_eval"]
+    step = state["step"]
     updates = optim.Updates(args, tracker=tracker, state=state)
     schedule = {"warmup": args.warmup_steps, "total": args.steps, "decay": args.lr_decay}
 
@@ -406,7 +406,7 @@ def main(args: Args) -> None:
     checkpointer.wait()
     if args.export and step == args.steps:
         checkpoint.export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
-    tracker.conclude(step, before=state["first_eval"], after=last_eval, panels={"loss": ["loss", "eval/loss"]})
+    tracker.conclude(step, panels={"loss": ["loss", "eval/loss"]})
 
 
 if __name__ == "__main__":

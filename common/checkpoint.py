@@ -624,6 +624,16 @@ def load_hf_weights(model: nn.Module, folder: Path, *, zero_init: Sequence[str] 
             _local(weights[name]).zero_()
 
 
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the weights of `source`, a model of the same architecture sharded over the same ranks.
+
+    Each rank copies its own shards, cast to the target's dtype: nothing is gathered.
+    """
+    weights = _weights(source)
+    for name, tensor in _weights(target).items():
+        _local(tensor).copy_(_local(weights[name]))
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, without gradient tracking, so that it can be written to."""
     tensor = tensor.detach()
@@ -814,7 +824,10 @@ def export_hf(
         if len(shards) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        mask = os.umask(0)  # can only be read by setting it
+        os.umask(mask)
         for path in temporary.iterdir():
+            path.chmod(0o666 & ~mask)  # safetensors makes files that nobody else may read
             _sync_file(path)
         _sync_folder(temporary)
         old = folder.with_name(folder.name + ".old")

@@ -126,6 +126,21 @@ RL_CURVES = {
 }
 """The panels of their picture."""
 
+PAIR_COLUMNS = [
+    Column("iteration", "iter", ".0f"),
+    Column("loss", "loss", ".4f"),
+    Column("pair_accuracy", "pairacc"),
+    Column("margin", "margin"),
+    Column("response_length", "length", ".1f"),
+    Column("mismatch_abs", "mismatch", ".1e"),
+    Column("grad_norm", "grad", ".2f"),
+    Column("time/step", "s/step", ".1f"),
+]
+"""The console of a script that samples one side of its pairs."""
+
+PAIR_CURVES = RL_CURVES | {"loss": ["loss"]}
+"""The panels of its picture."""
+
 
 class Tracker:
     """Writes down what happens in a run.
@@ -380,19 +395,18 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.summary.update({key: _json_safe(value) for key, value in lines.items()})
 
-    def conclude(
-        self,
-        step: int,
-        *,
-        panels: Mapping[str, Sequence[str]],
-        before: Mapping[str, float] | None = None,
-        after: Mapping[str, float] | None = None,
-    ) -> None:
-        """The end of a run: the picture, the outcome (evaluations before and after training) and `finish`."""
+    def conclude(self, step: int, *, panels: Mapping[str, Sequence[str]]) -> None:
+        """The end of a run: the picture, the outcome (its first and its last evaluation) and `finish`."""
+        if self.rank != 0:
+            return
         lines: dict[str, Any] = {"steps": step}
-        for key in after or {}:
-            name = key.removeprefix("eval/")
-            lines[name] = f"{before[key]:.3f} -> {after[key]:.3f}" if before else f"{after[key]:.3f}"
+        # From the file: a resumed run made its first evaluation, and perhaps its last one, before it was interrupted.
+        evaluations = [row for row in read_metrics(self.run_dir / "metrics.jsonl") if any("eval/" in key for key in row)]
+        for key, after in (evaluations[-1] if evaluations else {}).items():
+            if key.startswith("eval/") and after is not None:
+                before = evaluations[0].get(key)
+                is_one = len(evaluations) == 1 or before is None
+                lines[key.removeprefix("eval/")] = f"{after:.3f}" if is_one else f"{before:.3f} -> {after:.3f}"
         lines |= {"run folder": str(self.run_dir), "learning curve": str(self.plot(panels))}
         self.summary(lines)
         self.finish()

@@ -597,6 +597,9 @@ def test_export_is_what_from_pretrained_expects(
     export_hf(model, tiny_tokenizer(), out, dtype=dtype, source=source, max_shard_bytes=20_000)
     assert names(tmp_path) == ["hf", "source"]
     assert not (out / "old").exists()
+    written = tmp_path / "plain"
+    written.touch()
+    assert {path.stat().st_mode for path in out.iterdir()} == {written.stat().st_mode}  # readable by others, as usual
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     loaded = AutoModelForCausalLM.from_pretrained(out)

@@ -239,6 +239,32 @@ def test_the_summary_is_shown_and_kept(script: Path, capsys: pytest.CaptureFixtu
 # ---- picture and Weights & Biases ------------------------------------------------------------------------------------
 
 
+def test_the_outcome_compares_the_first_and_the_last_evaluation_over_an_interruption(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make(script)
+    first.log_eval(0, {"eval/accuracy": 0.25, "eval/response_length": 15.0})
+    first.log(1, metrics_at(1))
+    first.log_eval(1, {"eval/accuracy": 0.75, "eval/response_length": 30.5})
+    first.finish()
+    resumed = make(script, resume=True)
+    resumed.resume(1)
+    resumed.conclude(1, panels={"accuracy": ["eval/accuracy"]})  # nothing was left to do
+    summary = json.loads((resumed.run_dir / "summary.json").read_text())
+    assert summary["accuracy"] == "0.250 -> 0.750"
+    assert summary["response_length"] == "15.000 -> 30.500"
+
+
+@pytest.mark.parametrize(("evaluations", "said"), [([], None), ([0.5], "0.500"), ([None, 0.5], "0.500")])
+def test_the_outcome_of_few_evaluations(script: Path, evaluations: list[float | None], said: str | None) -> None:
+    tracker = make(script)
+    for step, value in enumerate(evaluations):
+        tracker.log_eval(step, {"eval/accuracy": math.nan if value is None else value})
+    tracker.log(2, metrics_at(2))
+    tracker.conclude(2, panels={"reward": ["reward"]})
+    assert json.loads((tracker.run_dir / "summary.json").read_text()).get("accuracy") == said
+
+
 def test_the_picture_shows_both_curves(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib import pyplot as plt
 

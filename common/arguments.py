@@ -39,7 +39,8 @@ def check_rollout(args: Any) -> None:
     """What sampling and batch sizes must obey, each refusal with the numbers. Raises UserError."""
     check_counts(args, ROLLOUT_COUNTS + UPDATE_COUNTS)
     ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
-    prompts, group_size, minibatches = args.prompts_per_step, args.group_size, args.num_minibatches
+    minibatches = getattr(args, "num_minibatches", 1)  # scripts that take one update for each rollout lack the flag
+    prompts, group_size = args.prompts_per_step, args.group_size
     require(args.temperature > 0, f"--temperature {args.temperature}: training needs a temperature above 0")
     require(
         args.top_p == 1.0 and args.top_k <= 0,

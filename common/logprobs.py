@@ -1,8 +1,10 @@
 """Log-probs of chosen tokens from hidden states, without ever holding the logits of all of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -46,3 +48,27 @@ class HeadLogprobs(torch.autograd.Function):
             grad_hidden[chunk] = grad_logits @ head
             grad_head.addmm_(grad_logits.T, hidden[chunk])
         return grad_hidden, grad_head, None, None, None
+
+
+def compare_heads(
+    compare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]], *,
+    hidden: tuple[torch.Tensor, torch.Tensor], heads: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor,
+    temperature: float, chunk_rows: int,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """compare(logits, other_logits, targets) of two models at the same N tokens, with the logits of only a few rows.
+
+    Each model's hidden states (N, H) and head (V, H) give its logits / temperature (n, V) of a chunk, in fp32; H and V
+    may differ between them. targets is (N,). `compare` returns (n,) tensors by name; this function (N,), by the same
+    names, and gradients flow wherever `compare` lets them. Forward keeps nothing of size V; backward computes each
+    chunk again.
+    """
+
+    def compare_chunk(rows: torch.Tensor, other_rows: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits, other_logits = ((r @ head.T).float() / temperature for r, head in zip((rows, other_rows), heads))
+        return compare(logits, other_logits, ids)
+
+    chunks = [
+        checkpoint(compare_chunk, *parts, use_reentrant=False, preserve_rng_state=False)
+        for parts in zip(*(rows.split(chunk_rows) for rows in (*hidden, targets)), strict=True)
+    ]
+    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}

@@ -91,10 +91,13 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
     }
 
 
-def table(args: Any, *, ranks: int, frozen_models: int) -> str:
-    """The plan as text: GiB a rank, the totals while training and while sampling, what this machine's device has."""
+def table(args: Any, *, ranks: int, frozen_models: int, others: dict[str, float] | None = None) -> str:
+    """The plan as text: GiB a rank, the totals while training and while sampling, what this machine's device has.
+
+    `others` are further rows, in bytes; those that are there all the time end with "(sharded)".
+    """
     device, folder = get_device(), resolve_model(args.model)
-    rows = plan(folder, args, ranks=ranks, frozen_models=frozen_models, device=device)
+    rows = plan(folder, args, ranks=ranks, frozen_models=frozen_models, device=device) | (others or {})
     resident = sum(size for name, size in rows.items() if name.endswith("(sharded)"))
     engine = rows["engine weights"] + rows["engine KV cache"]
     training = sum(rows.values()) - engine

@@ -1,0 +1,797 @@
+"""On-policy distillation (Agarwal et al. 2023, "GKD", arXiv 2306.13649; Lu et al. 2025), in one file.
+
+A small student learns from a larger teacher, on what the student itself writes. For every prompt x the student samples
+a response y; the frozen teacher reads it, and at every token the two distributions over the next one are compared:
+
+    L = E_{y ~ pi} [ 1/N sum_t D( p(. | x, y_<t) || pi(. | x, y_<t) ) ]          GKD, section 3, with lambda = 1
+
+where pi is the student, p the teacher, and D one of (GKD, section 2)
+
+    KL(p || pi)  forward          KL(pi || p)  reverse
+    JSD_beta = beta KL(p || m) + (1 - beta) KL(pi || m),   m = beta p + (1 - beta) pi
+
+No gradient flows through the sampling. D is computed over the whole vocabulary and differentiated. --policy-gradient
+needs the teacher's log-prob of the sampled token alone: the reverse KL's gradient, estimated as in "On-Policy
+Distillation" (Lu et al., Thinking Machines 2025), with an advantage for every token and discount 0:
+
+    A_t = log p(y_t) - log pi(y_t),    grad J = E[ 1/N sum_t A_t grad log pi(y_t) ]
+
+Where this file departs from the papers, on purpose:
+  1. N counts the response tokens of the whole batch. GKD's mean within each response first is --loss-denominator
+     sequence-mean.
+  2. All responses are the student's own, none from a data set (GKD's lambda is 1), and rewards are only logged.
+  3. One optimizer step per rollout, so every response is on-policy: no ratio, no clipping. For smaller steps, smaller
+     rollouts: --prompts-per-step.
+  4. The default is the reverse KL. GKD finds that the best divergence depends on the task.
+  5. The engine that samples and the trainer that learns round differently. The gap is measured in every step
+     (mismatch_*); with --policy-gradient it is weighted away by --tis-cap (Yao et al. 2025).
+
+    torchrun --nproc_per_node 2 algos/distill.py                    # the embedded tiny task, on a CPU, in minutes
+    torchrun --nproc_per_node 8 algos/distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B \
+        --train-files data/gsm8k/train.parquet
+
+Shapes: B sequences of this rank, b sequences of a micro-batch, L tokens of the longest of them (prompt and response),
+T tokens of its longest response, N its response tokens, n those of a chunk, H hidden size, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from common import arguments, checkpoint, data, engine, launch, memory, optim, rewards, teachers
+from common.device import Device, get_device
+from common.logprobs import HeadLogprobs, compare_heads
+from common.tracking import RL_COLUMNS, RL_CURVES, Column, Tracker
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
+
+# A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
+DEFAULTS = {"steps": 500, "lr": 1e-6, "warmup_steps": 10, "max_response_length": 1024, "eval_every": 20}
+# Differs from algos/grpo.py: the student has a teacher, and is so small that it takes larger steps.
+TINY_DEFAULTS = {"steps": 60, "lr": 1e-3, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
+TINY_DEFAULTS |= {"teacher": f"{TINY}/teacher"}
+
+
+@dataclass
+class Args:
+    # -- model and data --
+    # Differs from algos/grpo.py: the student.
+    model: str = f"{TINY}/student"
+    """Folder or hub name of the student, a Hugging Face causal language model."""
+    teacher: str | None = None
+    """The same of the teacher, which has the student's tokens; needed, except for the embedded student."""
+    train_files: tuple[str, ...] = (f"{TINY}/train.parquet",)
+    """Parquet files, folders or globs with verl's five fields."""
+    test_files: tuple[str, ...] = (f"{TINY}/test.parquet",)
+    """The same for evaluation. No names: no evaluation."""
+    max_prompt_length: int = 512
+    """Prompts with more tokens, counted after the chat template, are dropped and counted."""
+    chat_template_kwargs: str = "{}"
+    """JSON passed to the chat template, for example '{"enable_thinking": false}'."""
+    reward_fn: str | None = None
+    """file.py:name of your own compute_score; by default the row's data_source picks the rule."""
+    reward_timeout: float = 5.0
+    """Seconds of wall time after which scoring a response is given up (score 0, counted)."""
+    strict_rewards: bool = False
+    """Stop the run when a reward function raises, instead of counting it in rewards/errors."""
+    trust_remote_code: bool = False
+    """Let the model's repository run its own Python code."""
+
+    # -- rollout --
+    # Differs from algos/grpo.py: as many sequences in a step, without groups.
+    prompts_per_step: int = 256
+    """Prompts in one step, over all ranks."""
+    # Differs from algos/grpo.py: no group is needed.
+    group_size: int = 1
+    """Responses sampled for each prompt (G)."""
+    max_response_length: int | None = None
+    """Longest response in tokens; default 1024, for the embedded task 48."""
+    temperature: float = 1.0
+    """Sampling temperature. Every log-prob is that of softmax(logits / temperature)."""
+    top_p: float = 1.0
+    """Must stay 1: training on a truncated distribution needs log-probs that the trainer does not have."""
+    top_k: int = 0
+    """Must stay 0 (off), for the same reason."""
+    rollout_tp: int = 1
+    """Ranks that share one engine (tensor parallel)."""
+    kv_cache_gib: float | None = None
+    """GiB of KV cache of an engine; default: what the step's sequences need, at most half of the free memory."""
+    engine_check_every: int = 0
+    """Compare engine and trainer log-probs after every n-th sync too; before the first step it is always done."""
+    engine_tolerance: float | None = None
+    """Largest mean |difference| of those log-probs; default 1e-3 in fp32, 0.1 in bf16."""
+
+    # -- algorithm --
+    divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
+    """What is minimised: KL(student, teacher), KL(teacher, student), or the generalised Jensen-Shannon divergence."""
+    jsd_beta: float = 0.5
+    """The teacher's share of that divergence's mixture; near 0 it becomes the forward KL, near 1 the reverse one."""
+    divergence_top_k: int = 0
+    """Compare the teacher's k most probable tokens, and all others as one; 0: every token by itself."""
+    policy_gradient: bool = False
+    """Estimate the gradient of the reverse KL from the sampled tokens (Lu et al.) instead of computing it."""
+    loss_denominator: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
+    """What the summed token losses are divided by: all tokens; each length, then sequences; max length x sequences."""
+    tis_cap: float = 2.0
+    """Cap of the importance weight pi_old / pi_engine of a token; 0 turns the correction off."""
+
+    # -- optimisation --
+    steps: int | None = None
+    """Rollout batches to train on; default 500, for the embedded task 60."""
+    # Differs from algos/grpo.py: the embedded student is smaller.
+    lr: float | None = None
+    """Peak learning rate of AdamW; default 1e-6, for the embedded student 1e-3."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises from 0; default 10."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm."""
+    max_bad_updates: int = 3
+    """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
+    micro_batch_tokens: int = 8192
+    """Padded tokens in one forward and backward pass of a rank."""
+    logits_chunk_rows: int = 1024
+    """Response tokens whose logits (rows x vocabulary, fp32) are in memory at a time."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute dtype of trainer and engine; master weights and optimizer are always fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more compute."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer in main memory, for accelerators."""
+    delay_gradient_reduction: bool = False
+    """Reduce gradients over ranks only at the last micro-batch: fewer collectives, one unsharded gradient in memory."""
+
+    # -- logging and checkpoints --
+    seed: int = 1
+    """Seed of everything random. The same command gives the same run."""
+    run_dir: str | None = None
+    """Folder of this run; default runs/<script>-<time>-<seed>."""
+    eval_every: int | None = None
+    """Evaluate before the first step, every n steps and after the last; 0: never. Default 20, embedded task 10."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of the evaluation; 0 is greedy."""
+    save_every: int = 0
+    """Write a checkpoint every n steps; 0: only when the run is told to stop (SIGTERM)."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, beside the best by evaluation."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint: of --run-dir, or else of the newest run of this script."""
+    resume_from: str | None = None
+    """The same from this run folder or checkpoint."""
+    export: bool = True
+    """Write the trained model as a Hugging Face folder, <run>/hf, at the end."""
+    export_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of that folder."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+    watchdog_s: float = 1800.0
+    """Seconds after which a phase counts as stuck: the run stops and names it."""
+    dry_run: int = 0
+    """Print the memory that each of this many ranks needs, without loading weights, and stop."""
+
+
+# -- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(P || Q) of each row of log-probs, in nats. (n, V), (n, V) -> (n,)."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=1)
+
+
+def keep_top(log_p: torch.Tensor, log_q: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both distributions over the k tokens that P finds most probable, and one outcome for all others. (n, k + 1).
+
+    They still sum to 1, so every divergence stays what it is: at least 0, and 0 where nothing differs. It is never
+    larger than over all tokens. Leaving the others out would let the student put its mass there at no cost.
+    """
+    ids = log_p.topk(top_k, dim=1).indices
+    others_p, others_q = (x.scatter(1, ids, -torch.inf).logsumexp(dim=1, keepdim=True) for x in (log_p, log_q))
+    return torch.cat([log_p.gather(1, ids), others_p], dim=1), torch.cat([log_q.gather(1, ids), others_q], dim=1)
+
+
+def compute_divergence(log_p: torch.Tensor, log_q: torch.Tensor, args: Args) -> torch.Tensor:
+    """D between teacher p and student q of each row of log-probs, section 2 of GKD, in nats. (n, V), (n, V) -> (n,)."""
+    if 0 < args.divergence_top_k < log_p.shape[1]:
+        log_p, log_q = keep_top(log_p, log_q, args.divergence_top_k)
+    if args.divergence == "forward-kl":
+        return kl_divergence(log_p, log_q)
+    if args.divergence == "reverse-kl":
+        return kl_divergence(log_q, log_p)
+    beta = args.jsd_beta
+    log_mixture = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * kl_divergence(log_p, log_mixture) + (1.0 - beta) * kl_divergence(log_q, log_mixture)
+
+
+def compare(
+    logits: torch.Tensor, teacher_logits: torch.Tensor, targets: torch.Tensor, *, args: Args
+) -> dict[str, torch.Tensor]:
+    """Student against teacher at n tokens, given the logits / temperature (n, V) of both: (n,) each, fp32.
+
+    Heads padded to different sizes are compared over the tokens that both have, each distribution renormalised; only
+    new_logprobs is over all of the student's, as in the engine. A target that the teacher lacks has probability 0.
+    """
+    shared = min(logits.shape[1], teacher_logits.shape[1])
+    log_q, log_p = logits[:, :shared].log_softmax(dim=1), teacher_logits[:, :shared].log_softmax(dim=1)
+    teacher_logprobs = log_p.gather(1, targets.clamp(max=shared - 1)[:, None])[:, 0]
+    return {
+        "new_logprobs": logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1),
+        "teacher_logprobs": teacher_logprobs.masked_fill(targets >= shared, -torch.inf),
+        "divergences": compute_divergence(log_p, log_q, args),
+        "entropy": -(log_q.exp() * log_q).sum(dim=1).detach(),
+        "agreement": (log_q.argmax(dim=1) == log_p.argmax(dim=1)).float(),
+    }
+
+
+# Differs from algos/grpo.py: a token is as good as the teacher finds it more probable than the student.
+def compute_advantages(*, teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+    """Advantage of each token, (b, T): minus the k1 estimate of KL(pi || teacher). No gradient flows through it."""
+    return (teacher_logprobs - old_logprobs).detach().clamp(-20.0, 20.0)
+
+
+def token_weights(
+    response_mask: torch.Tensor, denominator: str, *, num_tokens: float, num_sequences: float, max_length: int
+) -> torch.Tensor:
+    """Weight of each token's loss, so that the loss of a batch is a plain sum over its micro-batches and ranks. (b, T)
+
+    `num_tokens` and `num_sequences` count the whole optimizer step over all ranks, never a micro-batch: the mean of
+    micro-batch means would weigh a token by the company it keeps.
+    """
+    if denominator == "token-mean":
+        return response_mask / num_tokens
+    if denominator == "sequence-mean":
+        return response_mask / response_mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+    return response_mask / (max_length * num_sequences)
+
+
+# Differs from algos/grpo.py: the divergence, or its policy gradient with an advantage for each token.
+def compute_loss(
+    *, new_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, tis_cap: float,
+    divergences: torch.Tensor, response_mask: torch.Tensor, weights: torch.Tensor, policy_gradient: bool,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """L of the docstring, or -J with `policy_gradient`. Arguments are (b, T); `weights` as from `token_weights`.
+
+    Returns the loss and metrics, each summed over the response tokens: the caller divides by their global number.
+
+    With `policy_gradient` the ratio is always 1, but has the gradient of new_logprobs, and the loss is the mean of
+    -A_t: an estimate of the reverse KL, which may be negative where the KL itself cannot.
+    """
+    old_logprobs = new_logprobs.detach()
+    mismatch = ((old_logprobs - rollout_logprobs) * response_mask).clamp(-20.0, 20.0)
+    token_loss = divergences
+    metrics = {
+        "divergence": (divergences * response_mask).sum(),
+        "mismatch_kl": (-mismatch).sum(),  # k1 estimate of KL(engine || trainer)
+        "mismatch_abs": mismatch.abs().sum(),
+    }
+    if policy_gradient:
+        advantages = compute_advantages(teacher_logprobs=teacher_logprobs, old_logprobs=old_logprobs)
+        ratio, importance = (new_logprobs - old_logprobs).exp(), mismatch.exp()
+        token_loss = -ratio * advantages * (importance.clamp(max=tis_cap) if tis_cap > 0 else 1.0)
+        metrics["tis_capped"] = ((importance > (tis_cap or torch.inf)) * response_mask).sum()
+
+    # where, not a product: 0 x inf in a padded position would be NaN
+    loss = torch.where(response_mask > 0, token_loss * weights, 0.0).sum()
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+# -- shared blocks: the same in every script --------------------------------------------------------------------------
+
+
+# Differs from algos/grpo.py: the teacher says what is good, in the update.
+@dataclass
+class Sample:
+    """One prompt and one response to it. Token ids are the truth; the text only serves the rewards."""
+
+    prompt: data.Prompt
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    text: str = ""
+    truncated: bool = False
+    score: float = 0.0
+    reward: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.prompt_ids) + len(self.response_ids)
+
+
+# Differs from algos/grpo.py: the teacher says what is good, in the update.
+@dataclass
+class MicroBatch:
+    """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
+
+    input_ids: torch.Tensor  # (b, L)
+    rows: torch.Tensor  # (N,) row of each response token
+    columns: torch.Tensor  # (N,) its column in input_ids
+    offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
+    response_mask: torch.Tensor  # (b, T) fp32, 1 on response tokens, the EOS included
+    rollout_logprobs: torch.Tensor  # (b, T)
+
+
+def token_logprobs(
+    self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of each response token (N,). A forward method of the model, so that FSDP gathers its head.
+
+    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
+    """
+    hidden = self.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (b, L, H)
+    hidden = hidden[batch.rows, batch.columns - 1]  # (N, H): position t - 1 predicts token t
+    targets = batch.input_ids[batch.rows, batch.columns]
+    return HeadLogprobs.apply(hidden, self.get_output_embeddings().weight, targets, temperature, chunk_rows)
+
+
+def token_hidden(self: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden state (N, H) before each response token, and the head (V, H). The teacher's forward method, for FSDP.
+
+    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed. An id
+    that the teacher lacks, from the padding of the student's head, is read as its last one: something has to be.
+    """
+    input_ids = batch.input_ids.clamp(max=self.get_input_embeddings().weight.shape[0] - 1)
+    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, L, H)
+    return hidden[batch.rows, batch.columns - 1], self.get_output_embeddings().weight  # t - 1 predicts token t
+
+
+def token_comparisons(
+    self: nn.Module, batch: MicroBatch, teacher_hidden: torch.Tensor, teacher_head: torch.Tensor, args: Args
+) -> dict[str, torch.Tensor]:
+    """`compare` for all response tokens, (N,) each. A forward method of the student, so that FSDP gathers its head.
+
+    The logits of a few rows are in memory at a time: the backward pass computes those of each chunk again.
+    """
+    hidden, head = token_hidden(self, batch)
+    return compare_heads(
+        partial(compare, args=args), hidden=(hidden, teacher_hidden), heads=(head, teacher_head),
+        targets=batch.input_ids[batch.rows, batch.columns], temperature=args.temperature,
+        chunk_rows=args.logits_chunk_rows,
+    )  # fmt: skip
+
+
+def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) -> nn.Module:
+    """The model of `folder`, sharded over all ranks by FSDP2; no rank ever holds all of it.
+
+    It is built without memory, sharded, and only then given memory and weights, each rank reading its own slices.
+    A trainable model keeps fp32 master weights and computes in args.dtype; a frozen one is stored in that dtype.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32 if trainable else DTYPES[args.dtype],
+            attn_implementation=device.attn_implementation(),
+            trust_remote_code=args.trust_remote_code,
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the same tokens must get the same log-probs twice
+    model.config.attention_dropout = 0.0
+    model.requires_grad_(trainable)
+    model.train()  # transformers checkpoints gradients only in training mode
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    offload = args.cpu_offload and device.is_accelerator
+    shard = partial(
+        fsdp.fully_shard,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
+        offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
+    )
+    for layer in model.get_decoder().layers:
+        shard(layer)
+    shard(model)
+    model.to_empty(device="cpu" if offload else device.torch_device)
+    checkpoint.load_hf_weights(model, folder)
+    model.token_logprobs = MethodType(token_logprobs, model)
+    fsdp.register_fsdp_forward_method(model, "token_logprobs")
+    return model
+
+
+def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
+    """One vLLM engine for every `rollout_tp` ranks, inside their processes. Its weights arrive by `sync_weights`."""
+    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // dist.get_world_size()
+    with device.starting_engine():
+        from vllm import LLM
+
+        device.patch_engine()
+        llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            dtype=DTYPES[args.dtype],
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            max_num_seqs=min(sequences, 1024),
+            kv_cache_memory_bytes=memory.kv_cache_bytes(folder, args, device),
+            tensor_parallel_size=args.rollout_tp,
+            distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
+            logprobs_mode="processed_logprobs",  # of softmax(logits / temperature), as in the trainer
+            generation_config="vllm",  # no sampling defaults from the model's folder
+            async_scheduling=False,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+            **device.engine_kwargs(),
+        )  # fmt: skip
+    if device.can_sleep:
+        llm.sleep(level=2)
+    return llm
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under its Hugging Face name, unsharded, in compute dtype: one all-gather, and one copy, per layer.
+
+    A tied head comes beside the embedding, for engines that pack the head apart. What the root holds (embedding,
+    norm, head) is cloned, since the engine may look at it after it is sharded again.
+    """
+    for prefix, module in model.named_modules():
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        module.unshard()
+        for name, weight in module.named_parameters(prefix=prefix, remove_duplicate=False):
+            if not isinstance(weight, DTensor):  # weights of modules that are still sharded have their own turn
+                yield checkpoint.clean_name(name), weight.detach().clone() if module is model else weight.detach()
+        module.reshard()
+
+
+@torch.no_grad()
+def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
+    """Hand the trainer's weights to the engine. Raises when it owns one that was not sent, or lacks one that was.
+
+    On accelerators the engine wakes for it in two stages, so that weights in flight and KV cache are never both there.
+    """
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["weights"])
+    owned, sent = llm.apply_model(engine.weight_names)[0], set()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights(model):
+            if name not in owned | {"lm_head.weight"}:
+                raise RuntimeError(f"weight sync: the engine has no weight {name}")
+            sent.add(name)
+            yield name, weight
+        if owned - sent:
+            raise RuntimeError(f"weight sync: the engine was not given {sorted(owned - sent)}")
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(), "is_checkpoint_format": True})
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["kv_cache"])
+    if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
+        raise RuntimeError("the engine did not drop its prefix cache: a request still holds blocks of it")
+
+
+def rollout(
+    *, prompts: list[data.Prompt], step: int, seed: int, group_size: int, temperature: float, max_tokens: int,
+    stop_token_ids: list[int], llm: "LLM", tokenizer: PreTrainedTokenizerBase, tp_group: dist.ProcessGroup | None,
+) -> list[Sample]:  # fmt: skip
+    """Sample `group_size` responses to each prompt: P prompts -> P x G samples, those of a prompt side by side.
+
+    What is drawn depends on the seed, the step, the prompt's row and the response's place in its group, not on the
+    rest of the batch. Ranks that share an engine put their prompts together, and each keeps the responses to its own.
+    """
+    from vllm import SamplingParams
+
+    seeds = [engine.sampling_seed(seed, step=step, row=prompt.index) for prompt in prompts]
+    mine = [(p.prompt_ids, seed + j) for p, seed in zip(prompts, seeds, strict=True) for j in range(group_size)]
+    requests, first = engine.gather_requests(mine, tp_group)
+    settings = {"temperature": temperature, "max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
+    settings |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # log-probs of the sampled tokens only
+    params = [SamplingParams(seed=seed, **settings) for _, seed in requests]
+    inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
+    outputs = llm.generate(inputs, params, use_tqdm=False) if inputs else []
+    responses = [output.outputs[0] for output in outputs[first : first + len(mine)]]
+    texts = tokenizer.batch_decode([list(r.token_ids) for r in responses], skip_special_tokens=True)
+    return [
+        Sample(
+            prompt=prompts[i // group_size], response_ids=list(response.token_ids), text=texts[i],
+            rollout_logprobs=list(response.logprobs.logprobs), truncated=response.finish_reason == "length",
+        )
+        for i, response in enumerate(responses)
+    ]  # fmt: skip
+
+
+def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+
+    Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
+    """
+    micro_batches: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
+        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
+            micro_batches.append([])
+        micro_batches[-1].append(sample)
+    count = torch.tensor(len(micro_batches), device=device.torch_device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
+
+
+# Differs from algos/grpo.py: the teacher says what is good, in the update.
+def collate(samples: list[Sample], device: Device) -> MicroBatch:
+    """Pad samples on the right. No samples: one row of two tokens whose response token counts for nothing."""
+    is_empty = not samples
+    if is_empty:
+        samples = [Sample(data.Prompt(-1, [0], "", None, {}, "rule", []), [0], [0.0])]
+
+    lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+    prompt_lengths = torch.tensor([len(sample.prompt.prompt_ids) for sample in samples])
+    rows = torch.arange(len(samples)).repeat_interleave(lengths)
+    offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    batch = MicroBatch(
+        input_ids=pad_sequence([torch.tensor(s.prompt.prompt_ids + s.response_ids) for s in samples], batch_first=True),
+        rows=rows,
+        columns=prompt_lengths[rows] + offsets,
+        offsets=offsets,
+        response_mask=(torch.arange(int(lengths.max())) < lengths[:, None]).float() * (not is_empty),
+        rollout_logprobs=pad_sequence([torch.tensor(s.rollout_logprobs) for s in samples], batch_first=True),
+    )
+    return MicroBatch(**{name: tensor.to(device.torch_device) for name, tensor in vars(batch).items()})
+
+
+def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the response tokens, (b, T) fp32, 0 in padded positions."""
+    logprobs, entropies = model.token_logprobs(batch, args.temperature, args.logits_chunk_rows)
+    zeros, index = torch.zeros_like(batch.response_mask), (batch.rows, batch.offsets)
+    return zeros.index_put(index, logprobs), zeros.index_put(index, entropies)
+
+
+def compare_models(model: nn.Module, teacher: nn.Module, batch: MicroBatch, args: Args) -> dict[str, torch.Tensor]:
+    """What `compare` says of the response tokens, (b, T) each, 0 in padded positions."""
+    with torch.no_grad():
+        teacher_hidden, teacher_head = teacher.token_hidden(batch)
+    compared = model.token_comparisons(batch, teacher_hidden, teacher_head, args)
+    zeros, index = torch.zeros_like(batch.response_mask), (batch.rows, batch.offsets)
+    return {name: zeros.index_put(index, values) for name, values in compared.items()}
+
+
+@torch.no_grad()
+def check_engine(model: nn.Module, prompts: list[data.Prompt], args: Args, device: Device, sampling: dict) -> float:
+    """Sample a few tokens and compare the engine's log-probs of them with the trainer's: the mean |difference|.
+
+    Raises on all ranks when it exceeds --engine-tolerance.
+    """
+    sampling = sampling | {"max_tokens": min(16, args.max_response_length), "group_size": 1}
+    batch = collate(rollout(prompts=prompts, step=0, **sampling), device)
+    logprobs, _ = compute_logprobs(model, batch, args)
+    settings = {"tolerance": args.engine_tolerance, "dtype": args.dtype}
+    return engine.check_agreement(logprobs, batch.rollout_logprobs, batch.response_mask, **settings)
+
+
+def score(scorer: rewards.Scorer, samples: list[Sample]) -> dict[str, float]:
+    """Fill in the samples' rewards; returns the scorer's metrics."""
+    values, metrics = scorer(
+        [sample.prompt.data_source for sample in samples],
+        [sample.text for sample in samples],
+        [sample.prompt.ground_truth for sample in samples],
+        [sample.prompt.extra_info for sample in samples],
+    )
+    for sample, value in zip(samples, values, strict=True):
+        sample.score = sample.reward = value
+    return metrics
+
+
+def sample_row(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What samples.jsonl shows of a sample."""
+    row = {"prompt": tokenizer.decode(sample.prompt.prompt_ids), "response": sample.text}
+    return row | {"reward": sample.reward, "ground_truth": sample.prompt.ground_truth}
+
+
+def sequence_sums(samples: list[Sample]) -> dict[str, float]:
+    """What is averaged over sequences. Accuracy is the share of responses with a score of 1 or more."""
+    return {
+        "reward": sum(sample.reward for sample in samples),
+        "accuracy": sum(sample.score >= 1.0 for sample in samples),
+        "response_length": sum(len(sample.response_ids) for sample in samples),
+        "truncated": sum(sample.truncated for sample in samples),
+    }
+
+
+def evaluate(
+    dataset: data.PromptDataset, scorer: rewards.Scorer, args: Args, device: Device, sampling: dict
+) -> dict[str, float]:
+    """Sample one response to every test prompt: accuracy, reward, response length and share of truncated ones.
+
+    The seeds depend on the run's seed and the row alone: every evaluation of a run draws with the same luck, and none
+    touches a generator that training uses.
+    """
+    rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    sampling = sampling | {"temperature": args.eval_temperature, "group_size": 1}
+    samples = rollout(prompts=[dataset[row] for row in rows], step=-1, **sampling)
+    score(scorer, samples)
+    means = launch.all_reduce_means((sequence_sums(samples), len(samples)), device=device)
+    return {f"eval/{name}": value for name, value in means.items()}
+
+
+CURVES = RL_CURVES | {"divergence from the teacher (nats)": ["divergence"]}
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+# Differs from algos/grpo.py: a frozen teacher in the place of rewards and reference.
+def main(args: Args) -> None:
+    # ==== Set-up: data, models, engine; then the run that is resumed, if one is ====
+    device = get_device()
+    arguments.fill_in(args, TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS, device)
+    arguments.check_rollout(args)
+    teachers.check_arguments(args)
+    data.check_files(args.train_files + args.test_files)
+    reward_fn = rewards.load_reward_fn(args.reward_fn)
+    if args.dry_run:
+        return print(teachers.memory_table(args))
+    rank, world_size = launch.init_distributed(device, timeout_s=args.watchdog_s)
+    folder = checkpoint.resolve_model(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    teacher_folder = teachers.check_teacher(args, folder, tokenizer)
+    load = partial(
+        data.load_prompts, tokenizer=tokenizer, max_prompt_length=args.max_prompt_length,
+        chat_template_kwargs=launch.json_object(args.chat_template_kwargs, flag="--chat-template-kwargs"),
+    )  # fmt: skip
+    train_data = load(args.train_files)
+    test_data = load(args.test_files) if args.test_files and args.eval_every else None
+    arguments.check_data(args, train_data, test_data)
+    ranks = {"rank": rank, "world_size": world_size}
+    sampler = data.BatchSampler(len(train_data), args.prompts_per_step, seed=args.seed, **ranks)
+    scorer = rewards.Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
+
+    run_dir, resume_path = checkpoint.find_run(args, script=__file__)
+    is_resumed = args.resume or resume_path is not None
+    tracker = Tracker(
+        args, script=__file__, rank=rank, total_steps=args.steps, run_dir=run_dir, resume=is_resumed,
+        columns=[Column("divergence", "diverg"), *RL_COLUMNS[1:]], wandb_project=args.wandb_project,
+    )  # fmt: skip
+    tracker.note(arguments.describe(args, device, train_data.report))
+    checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
+    phases = launch.Phases(device, watchdog_s=args.watchdog_s)
+
+    with phases("set-up"):
+        tp_group = engine.make_tp_group(folder, args.rollout_tp)
+        model = shard_model(folder, args, device, trainable=True)
+        teacher = shard_model(teacher_folder, args, device, trainable=False)
+        for module, method in ((model, token_comparisons), (teacher, token_hidden)):
+            setattr(module, method.__name__, MethodType(method, module))
+            fsdp.register_fsdp_forward_method(module, method.__name__)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
+        )
+        modules = {"policy": (model, optimizer)}
+        state, rank_state = {"step": 0, "first_eval": None, "teacher": teachers.fingerprint(teacher_folder)}, None
+        if resume_path:
+            state, rank_state = checkpointer.load(resume_path, modules=modules)
+            sampler.load_state_dict(state["sampler"])
+            teachers.check_same(state["teacher"], teacher_folder)
+        if is_resumed:
+            tracker.resume(state["step"] if resume_path else -1)
+        llm = build_engine(folder, args, device)
+        sync_weights(llm, model, device)
+        sampling = {
+            "llm": llm, "tokenizer": tokenizer, "tp_group": tp_group, "seed": args.seed, "group_size": args.group_size,
+            "temperature": args.temperature, "max_tokens": args.max_response_length,
+            "stop_token_ids": engine.stop_token_ids(tokenizer, folder),
+        }  # fmt: skip
+        gap = check_engine(model, [train_data[row] for row in range(min(4, len(train_data)))], args, device, sampling)
+        tracker.note(f"engine and trainer agree: mean |log-prob difference| {gap:.1e}")
+        device.seed(args.seed)  # the engine's start-up draws from the global generators
+        if rank_state:
+            device.set_rng_state(rank_state["rng"])
+
+    if test_data and state["first_eval"] is None:
+        with phases("evaluate"):
+            state["first_eval"] = evaluate(test_data, scorer, args, device, sampling)
+        tracker.log_eval(0, state["first_eval"])
+    step = state["step"]
+    updates = optim.Updates(args, tracker=tracker, state=state)
+    course = {"warmup": args.warmup_steps, "total": args.steps, "decay": args.lr_decay}
+
+    while state["step"] < args.steps:
+        state["step"] += 1
+        step = state["step"]
+        phases.start_step()
+
+        # ==== 1. Rollout ====
+        with phases("rollout"):
+            prompts = [train_data[row] for row in sampler.next_batch()]
+            samples = rollout(prompts=prompts, step=step, **sampling)
+            if device.can_sleep:
+                llm.sleep(level=2)  # weights and KV cache are dropped: the next sync brings all weights
+
+        # ==== 2. Rewards ====
+        with phases("rewards"):  # for the log only
+            reward_metrics = score(scorer, samples)
+
+        # ==== 3. Advantages ====
+        # None by rewards: every token has its own by the teacher, in the update.
+
+        # ==== 4. Old and reference logprobs ====
+        # There is one update for each rollout, so its logprobs are the old ones; the teacher's are computed beside them.
+
+        # ==== 5. Update ====
+        sums: dict[str, torch.Tensor] = {}
+        counts = {"num_tokens": sum(len(s.response_ids) for s in samples), "num_sequences": len(samples)}
+        counts = launch.all_reduce_sums(counts, device)
+        with phases("update"):
+            micro_batches = make_micro_batches(samples, args.micro_batch_tokens, device)
+            for i, micro_batch in enumerate(micro_batches):
+                model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
+                batch = collate(micro_batch, device)
+                weights = token_weights(
+                    batch.response_mask, args.loss_denominator, max_length=args.max_response_length, **counts
+                )
+                compared = compare_models(model, teacher, batch, args)
+                others = {name: (compared.pop(name) * batch.response_mask).sum() for name in ("entropy", "agreement")}
+                loss, metrics = compute_loss(
+                    **compared, rollout_logprobs=batch.rollout_logprobs, response_mask=batch.response_mask,
+                    weights=weights, policy_gradient=args.policy_gradient, tis_cap=args.tis_cap,
+                )  # fmt: skip
+                updates.watch(micro_batch, loss, compared["new_logprobs"])
+                (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
+                metrics |= others | {"loss": loss.detach() * counts["num_tokens"]}  # divided again, so the loss
+                sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+            teacher.reshard()  # its embedding and head, which stay gathered between micro-batches
+            lr = args.lr * optim.lr_factor(step - 1, **course)
+            grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
+
+        # ==== 6. Sync weights ====
+        with phases("sync"):
+            sync_weights(llm, model, device)
+            if args.engine_check_every and step % args.engine_check_every == 0:
+                check_engine(model, prompts[:4], args, device, sampling)
+
+        # ==== 7. Log, evaluate, save ====
+        means = launch.all_reduce_means(
+            (sums, sum(len(sample.response_ids) for sample in samples)),
+            (sequence_sums(samples) | {"tokens": sum(sample.num_tokens for sample in samples)}, len(samples)),
+            (launch.merge_metrics(reward_metrics), 1.0),
+            device=device,
+        )
+        tokens = means.pop("tokens") * args.prompts_per_step * args.group_size
+        means |= {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad} | phases.metrics(tokens=tokens)
+        tracker.log(step, means)
+        tracker.log_samples(step, [sample_row(sample, tokenizer) for sample in samples[:8]])
+
+        is_last, stop = step == args.steps, launch.stop_requested(device)
+        evaluated = bool(test_data) and (is_last or step % args.eval_every == 0)
+        if evaluated:
+            with phases("evaluate"):
+                last_eval = evaluate(test_data, scorer, args, device, sampling)
+            tracker.log_eval(step, last_eval)
+        if stop or (args.save_every and (is_last or step % args.save_every == 0)):
+            with phases("save"):
+                checkpointer.save(
+                    step, modules=modules, extra=state | {"sampler": sampler.state_dict()},
+                    rank_state={"rng": device.rng_state()}, score=last_eval["eval/accuracy"] if evaluated else None,
+                )  # fmt: skip
+        if stop and not is_last:
+            tracker.note(f"stopped after step {step}; go on with --resume-from {tracker.run_dir}")
+            break
+
+    # ==== The end ====
+    checkpointer.wait()
+    if args.export and step == args.steps:
+        checkpoint.export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
+    tracker.conclude(step, panels=CURVES)
+    scorer.close()
+
+
+if __name__ == "__main__":
+    launch.launch(main, Args)

@@ -723,7 +723,7 @@ def main(args: Args) -> None:
         # None by rewards: every token has its own by the teacher, in the update.
 
         # ==== 4. Old and reference logprobs ====
-        # There is one update for each rollout, so its logprobs are the old ones; the teacher's are computed beside them.
+        # There is one update for each rollout, so its logprobs are the old ones; it computes the teacher's beside them.
 
         # ==== 5. Update ====
         sums: dict[str, torch.Tensor] = {}

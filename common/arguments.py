@@ -68,6 +68,20 @@ def check_rollout(args: Any) -> None:
     )
 
 
+def check_pairs(args: Any) -> None:
+    """What pairs of responses need beyond `check_rollout`. Raises UserError."""
+    require(args.beta > 0, f"--beta {args.beta}: it must be above 0")
+    require(
+        args.group_size > 1 or args.pairing != "reward",
+        f"--pairing reward --group-size {args.group_size}: the best and the worst response take two",
+    )
+    require(
+        2 * (args.max_prompt_length + args.max_response_length) <= args.micro_batch_tokens,
+        f"--micro-batch-tokens {args.micro_batch_tokens} is less than one longest pair, twice --max-prompt-length "
+        f"{args.max_prompt_length} + --max-response-length {args.max_response_length}",
+    )
+
+
 def check_batch_size(batch_size: int, *, longest: int, args: Any) -> None:
     """A batch of examples must divide over the ranks, and the longest of them fit into a micro-batch."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -735,6 +735,23 @@ def load_sft(
     )
     dataset.keep(np.array(kept, dtype=np.int64).reshape(-1, 2), +dropped, max_length, "examples")
     return dataset
+
+
+def read_rows(dataset: PromptDataset | SFTDataset, rows: Iterable[int]) -> tuple[list[Prompt], list[list[int]]]:
+    """Some rows' prompts and, where a data set is for fine-tuning, the ids of their responses (else none).
+
+    Of a conversation the last turn of the assistant is the response, and all before it the prompt. Such prompts have
+    nothing that a reward would need, and their row is the example's number.
+    """
+    if isinstance(dataset, PromptDataset):
+        return [dataset[row] for row in rows], []
+    prompts, responses = [], []
+    for row in rows:
+        example = dataset[row]
+        start = len(example.loss_mask) - example.loss_mask[::-1].index(0)
+        prompts.append(Prompt(row, example.input_ids[:start], "", None, {}, "rule", []))
+        responses.append(example.input_ids[start:])
+    return prompts, responses
 
 
 # -- preferences ------------------------------------------------------------------------------------------------------

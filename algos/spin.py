@@ -1,0 +1,766 @@
+"""SPIN: self-play fine-tuning (Chen et al. 2024, "Self-Play Fine-Tuning ...", arXiv 2401.01335), in one file.
+
+The data hold a prompt x and a response y. The opponent, the model as it was at the start of the iteration, answers the
+same prompt with y'. The policy pi learns to tell the two apart by how much more likely each has become since (f is its
+implicit reward), which makes y more probable and y' less:
+
+    f(x, y) = beta log( pi(y|x) / pi_opponent(y|x) )                            section 4.1, lambda is --beta
+
+    L = -1/N sum_i  log sigmoid( f(x_i, y_i) - f(x_i, y'_i) )                                     equation 4.7
+
+N counts the pairs of the whole optimizer step, over all micro-batches and ranks. Then the policy becomes its own next
+opponent. At the start of every iteration f is 0 and the loss ln 2; nothing is left to learn when the opponent answers
+as the data do.
+
+--pairing reward needs no responses in the data: the opponent answers each prompt several times and a rule scores it; y
+is the best of them and y' the worst (online DPO; Rafailov et al. 2023, arXiv 2305.18290, equation 7, is the same loss).
+Prompts whose responses are all worth the same are skipped. --steps-per-iteration 1 renews the opponent in every step.
+
+Where this file departs from the paper, on purpose:
+  1. The opponent answers step by step while it is frozen, instead of all prompts before the iteration. That is the same
+     distribution, and nothing has to be stored.
+  2. From iteration 1 on the paper also trains on the responses of the iteration before. Here only on new ones.
+  3. AdamW for RMSProp, and one course of the learning rate over all iterations, whose moments live on in the next one.
+
+    torchrun --nproc_per_node 2 algos/spin.py                       # the embedded tiny task, on a CPU, in minutes
+    torchrun --nproc_per_node 1 algos/spin.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files data/gsm8k/train.parquet
+    torchrun --nproc_per_node 8 algos/spin.py --model Qwen/Qwen2.5-7B-Instruct --train-files data/gsm8k/train.parquet
+
+Shapes: P prompts and B = P x G sequences of this rank, b sequences of a micro-batch, L tokens of the longest of them
+(prompt and response), T tokens of its longest response, N its response tokens, H hidden size, V vocabulary. A
+micro-batch of pairs has b = 2n rows: n chosen responses, then n rejected ones in the same order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from common import arguments, checkpoint, data, engine, launch, memory, optim, rewards
+from common.device import Device, get_device
+from common.logprobs import HeadLogprobs
+from common.tracking import PAIR_COLUMNS, PAIR_CURVES, Tracker
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
+
+# A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
+# Differs from algos/grpo.py: other fields.
+DEFAULTS = {"beta": 0.1, "lr": 5e-7, "warmup_steps": 10, "max_response_length": 1024, "eval_every": 20}
+# Differs from algos/grpo.py: other fields.
+TINY_DEFAULTS = {"beta": 1.0, "lr": 5e-5, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
+TINY_DEFAULTS |= {"steps_per_iteration": 10}
+
+
+@dataclass
+class Args:
+    # -- model and data --
+    model: str = f"{TINY}/model"
+    """Folder or hub name of a Hugging Face causal language model."""
+    # Differs from algos/grpo.py: the rows carry responses.
+    train_files: tuple[str, ...] = (f"{TINY}/worked.parquet",)
+    """Parquet files, folders or globs with `prompt` and `response`, or `messages`; --pairing reward: verl's fields."""
+    # Differs from algos/grpo.py: the rows above are other ones.
+    test_files: tuple[str, ...] = (f"{TINY}/test.parquet",)
+    """The same with verl's five fields, for evaluation. No names: no evaluation."""
+    # Differs from algos/grpo.py: the response counts, too.
+    max_prompt_length: int = 512
+    """Longer prompts are dropped and counted; with a response, what is longer than this + --max-response-length."""
+    chat_template_kwargs: str = "{}"
+    """JSON passed to the chat template, for example '{"enable_thinking": false}'."""
+    reward_fn: str | None = None
+    """file.py:name of your own compute_score; by default the row's data_source picks the rule."""
+    reward_timeout: float = 5.0
+    """Seconds of wall time after which scoring a response is given up (score 0, counted)."""
+    strict_rewards: bool = False
+    """Stop the run when a reward function raises, instead of counting it in rewards/errors."""
+    trust_remote_code: bool = False
+    """Let the model's repository run its own Python code."""
+
+    # -- rollout --
+    # Differs from algos/grpo.py: the paper's batch.
+    prompts_per_step: int = 64
+    """Prompts in one step, over all ranks (the paper: 64)."""
+    # Differs from algos/grpo.py: one response is enough to learn from.
+    group_size: int | None = None
+    """The opponent's responses to each prompt (G); default 1 (the paper), with --pairing reward 8."""
+    max_response_length: int | None = None
+    """Longest response in tokens; default 1024, for the embedded task 48."""
+    temperature: float = 1.0
+    """Sampling temperature. Every log-prob is that of softmax(logits / temperature)."""
+    top_p: float = 1.0
+    """Must stay 1: training on a truncated distribution needs log-probs that the trainer does not have."""
+    top_k: int = 0
+    """Must stay 0 (off), for the same reason."""
+    rollout_tp: int = 1
+    """Ranks that share one engine (tensor parallel)."""
+    kv_cache_gib: float | None = None
+    """GiB of KV cache of an engine; default: what the step's sequences need, at most half of the free memory."""
+    engine_check_every: int = 0
+    """Compare engine and trainer log-probs after every n-th sync too; before the first step it is always done."""
+    engine_tolerance: float | None = None
+    """Largest mean |difference| of those log-probs; default 1e-3 in fp32, 0.1 in bf16."""
+
+    # -- algorithm --
+    pairing: Literal["data", "reward"] = "data"
+    """chosen and rejected: the data's response and the opponent's; or the opponent's best and worst by its reward."""
+    iterations: int = 3
+    """How often the policy becomes the opponent, counting its start (the paper: 4)."""
+    steps_per_iteration: int | None = None
+    """Rollout batches until then; default: one pass over the data (the paper: 2), for the embedded task 10."""
+    beta: float | None = None
+    """Weight of the log-ratios, the paper's lambda: large keeps the opponent near. Default 0.1 (the paper), tiny 1."""
+
+    # -- optimisation --
+    num_minibatches: int = 1
+    """Optimizer steps per pass over a rollout batch."""
+    epochs: int = 1
+    """Passes over each rollout batch."""
+    # Differs from algos/grpo.py: another paper.
+    lr: float | None = None
+    """Peak learning rate of AdamW; default 5e-7 (the paper), for the embedded model 5e-5."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises from 0; default 10."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm."""
+    max_bad_updates: int = 3
+    """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
+    micro_batch_tokens: int = 8192
+    """Padded tokens in one forward and backward pass of a rank."""
+    logits_chunk_rows: int = 1024
+    """Response tokens whose logits (rows x vocabulary, fp32) are in memory at a time."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute dtype of trainer and engine; master weights and optimizer are always fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more compute."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer in main memory, for accelerators."""
+    delay_gradient_reduction: bool = False
+    """Reduce gradients over ranks only at the last micro-batch: fewer collectives, one unsharded gradient in memory."""
+
+    # -- logging and checkpoints --
+    seed: int = 1
+    """Seed of everything random. The same command gives the same run."""
+    run_dir: str | None = None
+    """Folder of this run; default runs/<script>-<time>-<seed>."""
+    eval_every: int | None = None
+    """Evaluate before the first step, every n steps and after the last; 0: never. Default 20, embedded task 10."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of the evaluation; 0 is greedy."""
+    save_every: int = 0
+    """Write a checkpoint every n steps; 0: only when the run is told to stop (SIGTERM)."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, beside the best by evaluation."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint: of --run-dir, or else of the newest run of this script."""
+    resume_from: str | None = None
+    """The same from this run folder or checkpoint."""
+    export: bool = True
+    """Write the trained model as a Hugging Face folder, <run>/hf, at the end."""
+    export_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of that folder."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+    watchdog_s: float = 1800.0
+    """Seconds after which a phase counts as stuck: the run stops and names it."""
+    dry_run: int = 0
+    """Print the memory that each of this many ranks needs, without loading weights, and stop."""
+
+
+# -- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def best_and_worst(rewards: torch.Tensor) -> list[list[int]]:
+    """[best, worst] response of each group of the rewards (P, G) where they differ, as places among all P x G.
+
+    Of equally good ones the first is taken. NaN is best and worst at once and no tie: it is kept, to be found out.
+    """
+    first = torch.arange(len(rewards)) * rewards.shape[1]
+    differ = rewards.amax(dim=1) != rewards.amin(dim=1)
+    return torch.stack([first + rewards.argmax(dim=1), first + rewards.argmin(dim=1)], dim=1)[differ].tolist()
+
+
+# Differs from algos/grpo.py: pairs are compared.
+def compute_loss(
+    *, new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor, beta: float,
+    num_pairs: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Equation 4.7, over the number of pairs of the whole optimizer step. Arguments are (2n, T): n chosen, n rejected.
+
+    `ref_logprobs` are the opponent's. A pair counts if both responses have a token.
+    Returns the loss and metrics, each summed over the pairs: the caller divides by their global number.
+    """
+    log_ratios = torch.where(response_mask > 0, new_logprobs - ref_logprobs, 0.0).sum(dim=1)  # (2n,)
+    chosen, rejected = (beta * log_ratios).chunk(2)  # implicit rewards, (n,)
+    pair_mask = torch.minimum(*response_mask.amax(dim=1).chunk(2))
+    margin = chosen - rejected
+    loss = -(F.logsigmoid(margin) * pair_mask).sum()
+    metrics = {
+        "loss": loss,
+        "pair_accuracy": (((margin > 0) + 0.5 * (margin == 0)) * pair_mask).sum(),
+        "margin": (margin * pair_mask).sum(),
+        "reward_chosen": (chosen * pair_mask).sum(),
+        "reward_rejected": (rejected * pair_mask).sum(),
+    }
+    return loss / num_pairs, {name: value.detach() for name, value in metrics.items()}
+
+
+# -- shared blocks: the same in every script --------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """One prompt and one response to it. Token ids are the truth; the text only serves the rewards."""
+
+    prompt: data.Prompt
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    text: str = ""
+    truncated: bool = False
+    score: float = 0.0
+    """What the rule gave."""
+    reward: float = 0.0
+    """What is trained on: the score, less the penalty on length."""
+    advantage: float = 0.0
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class Pair:
+    """Two responses to one prompt."""
+
+    prompt: data.Prompt
+    chosen: Sample
+    rejected: Sample
+    reward: float = 0.0
+    """How much better the chosen one is by the rule; 0 where the data decide."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Padded tokens of the pair's two rows."""
+        return 2 * max(self.chosen.num_tokens, self.rejected.num_tokens)
+
+
+@dataclass
+class MicroBatch:
+    """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
+
+    input_ids: torch.Tensor  # (b, L)
+    rows: torch.Tensor  # (N,) row of each response token
+    columns: torch.Tensor  # (N,) its column in input_ids
+    offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
+    response_mask: torch.Tensor  # (b, T) fp32, 1 on response tokens, the EOS included
+    advantages: torch.Tensor  # (b,)
+    rollout_logprobs: torch.Tensor  # (b, T)
+    old_logprobs: torch.Tensor | None  # (b, T)
+    ref_logprobs: torch.Tensor | None  # (b, T)
+
+
+def token_logprobs(
+    self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of each response token (N,). A forward method of the model, so that FSDP gathers its head.
+
+    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
+    """
+    hidden = self.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (b, L, H)
+    hidden = hidden[batch.rows, batch.columns - 1]  # (N, H): position t - 1 predicts token t
+    targets = batch.input_ids[batch.rows, batch.columns]
+    return HeadLogprobs.apply(hidden, self.get_output_embeddings().weight, targets, temperature, chunk_rows)
+
+
+def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) -> nn.Module:
+    """The model of `folder`, sharded over all ranks by FSDP2; no rank ever holds all of it.
+
+    It is built without memory, sharded, and only then given memory and weights, each rank reading its own slices.
+    A trainable model keeps fp32 master weights and computes in args.dtype; a frozen one is stored in that dtype.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32 if trainable else DTYPES[args.dtype],
+            attn_implementation=device.attn_implementation(),
+            trust_remote_code=args.trust_remote_code,
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the same tokens must get the same log-probs twice
+    model.config.attention_dropout = 0.0
+    model.requires_grad_(trainable)
+    model.train()  # transformers checkpoints gradients only in training mode
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    offload = args.cpu_offload and device.is_accelerator
+    shard = partial(
+        fsdp.fully_shard,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
+        offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
+    )
+    for layer in model.get_decoder().layers:
+        shard(layer)
+    shard(model)
+    model.to_empty(device="cpu" if offload else device.torch_device)
+    checkpoint.load_hf_weights(model, folder)
+    model.token_logprobs = MethodType(token_logprobs, model)
+    fsdp.register_fsdp_forward_method(model, "token_logprobs")
+    return model
+
+
+def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
+    """One vLLM engine for every `rollout_tp` ranks, inside their processes. Its weights arrive by `sync_weights`."""
+    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // dist.get_world_size()
+    with device.starting_engine():
+        from vllm import LLM
+
+        device.patch_engine()
+        llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            dtype=DTYPES[args.dtype],
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            max_num_seqs=min(sequences, 1024),
+            kv_cache_memory_bytes=memory.kv_cache_bytes(folder, args, device),
+            tensor_parallel_size=args.rollout_tp,
+            distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
+            logprobs_mode="processed_logprobs",  # of softmax(logits / temperature), as in the trainer
+            generation_config="vllm",  # no sampling defaults from the model's folder
+            async_scheduling=False,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+            **device.engine_kwargs(),
+        )  # fmt: skip
+    if device.can_sleep:
+        llm.sleep(level=2)
+    return llm
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under its Hugging Face name, unsharded, in compute dtype: one all-gather, and one copy, per layer.
+
+    A tied head comes beside the embedding, for engines that pack the head apart. What the root holds (embedding,
+    norm, head) is cloned, since the engine may look at it after it is sharded again.
+    """
+    for prefix, module in model.named_modules():
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        module.unshard()
+        for name, weight in module.named_parameters(prefix=prefix, remove_duplicate=False):
+            if not isinstance(weight, DTensor):  # weights of modules that are still sharded have their own turn
+                yield checkpoint.clean_name(name), weight.detach().clone() if module is model else weight.detach()
+        module.reshard()
+
+
+@torch.no_grad()
+def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
+    """Hand the trainer's weights to the engine. Raises when it owns one that was not sent, or lacks one that was.
+
+    On accelerators the engine wakes for it in two stages, so that weights in flight and KV cache are never both there.
+    """
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["weights"])
+    owned, sent = llm.apply_model(engine.weight_names)[0], set()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights(model):
+            if name not in owned | {"lm_head.weight"}:
+                raise RuntimeError(f"weight sync: the engine has no weight {name}")
+            sent.add(name)
+            yield name, weight
+        if owned - sent:
+            raise RuntimeError(f"weight sync: the engine was not given {sorted(owned - sent)}")
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(), "is_checkpoint_format": True})
+    if device.can_sleep:
+        device.empty_cache()
+        llm.wake_up(tags=["kv_cache"])
+    if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
+        raise RuntimeError("the engine did not drop its prefix cache: a request still holds blocks of it")
+
+
+def rollout(
+    *, prompts: list[data.Prompt], step: int, seed: int, group_size: int, temperature: float, max_tokens: int,
+    stop_token_ids: list[int], llm: "LLM", tokenizer: PreTrainedTokenizerBase, tp_group: dist.ProcessGroup | None,
+) -> list[Sample]:  # fmt: skip
+    """Sample `group_size` responses to each prompt: P prompts -> P x G samples, those of a prompt side by side.
+
+    What is drawn depends on the seed, the step, the prompt's row and the response's place in its group, not on the
+    rest of the batch. Ranks that share an engine put their prompts together, and each keeps the responses to its own.
+    """
+    from vllm import SamplingParams
+
+    seeds = [engine.sampling_seed(seed, step=step, row=prompt.index) for prompt in prompts]
+    mine = [(p.prompt_ids, seed + j) for p, seed in zip(prompts, seeds, strict=True) for j in range(group_size)]
+    requests, first = engine.gather_requests(mine, tp_group)
+    settings = {"temperature": temperature, "max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
+    settings |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # log-probs of the sampled tokens only
+    params = [SamplingParams(seed=seed, **settings) for _, seed in requests]
+    inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
+    outputs = llm.generate(inputs, params, use_tqdm=False) if inputs else []
+    responses = [output.outputs[0] for output in outputs[first : first + len(mine)]]
+    texts = tokenizer.batch_decode([list(r.token_ids) for r in responses], skip_special_tokens=True)
+    return [
+        Sample(
+            prompt=prompts[i // group_size], response_ids=list(response.token_ids), text=texts[i],
+            rollout_logprobs=list(response.logprobs.logprobs), truncated=response.finish_reason == "length",
+        )
+        for i, response in enumerate(responses)
+    ]  # fmt: skip
+
+
+def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+
+    Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
+    """
+    micro_batches: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
+        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
+            micro_batches.append([])
+        micro_batches[-1].append(sample)
+    count = torch.tensor(len(micro_batches), device=device.torch_device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
+
+
+def collate(samples: list[Sample], device: Device) -> MicroBatch:
+    """Pad samples on the right. No samples: one row of two tokens whose response token counts for nothing."""
+    is_empty = not samples
+    if is_empty:
+        samples = [Sample(data.Prompt(-1, [0], "", None, {}, "rule", []), [0], [0.0])]
+
+    def pad(rows: list[Any]) -> torch.Tensor | None:
+        return None if rows[0] is None else pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
+
+    lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+    prompt_lengths = torch.tensor([len(sample.prompt.prompt_ids) for sample in samples])
+    rows = torch.arange(len(samples)).repeat_interleave(lengths)
+    offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    batch = MicroBatch(
+        input_ids=pad([sample.prompt.prompt_ids + sample.response_ids for sample in samples]),
+        rows=rows,
+        columns=prompt_lengths[rows] + offsets,
+        offsets=offsets,
+        response_mask=(torch.arange(int(lengths.max())) < lengths[:, None]).float() * (not is_empty),
+        advantages=torch.tensor([sample.advantage for sample in samples]),
+        rollout_logprobs=pad([sample.rollout_logprobs for sample in samples]),
+        old_logprobs=pad([sample.old_logprobs for sample in samples]),
+        ref_logprobs=pad([sample.ref_logprobs for sample in samples]),
+    )
+    tensors = {name: value for name, value in vars(batch).items() if value is not None}
+    moved = {name: value.to(device.torch_device, non_blocking=True) for name, value in tensors.items()}
+    return MicroBatch(**(vars(batch) | moved))
+
+
+def collate_pairs(pairs: list[Pair], device: Device) -> MicroBatch:
+    """Two rows a pair: the chosen responses, then the rejected ones. No pairs: one whose tokens count for nothing."""
+    filler = Sample(data.Prompt(-1, [0], "", None, {}, "rule", []), [0], [0.0], ref_logprobs=torch.zeros(1))
+    rows = pairs or [Pair(filler.prompt, filler, filler)]
+    batch = collate([pair.chosen for pair in rows] + [pair.rejected for pair in rows], device)
+    batch.response_mask *= bool(pairs)
+    return batch
+
+
+def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the response tokens, (b, T) fp32, 0 in padded positions."""
+    logprobs, entropies = model.token_logprobs(batch, args.temperature, args.logits_chunk_rows)
+    zeros, index = torch.zeros_like(batch.response_mask), (batch.rows, batch.offsets)
+    return zeros.index_put(index, logprobs), zeros.index_put(index, entropies)
+
+
+@torch.no_grad()
+def check_engine(model: nn.Module, prompts: list[data.Prompt], args: Args, device: Device, sampling: dict) -> float:
+    """Sample a few tokens and compare the engine's log-probs of them with the trainer's: the mean |difference|.
+
+    Raises on all ranks when it exceeds --engine-tolerance.
+    """
+    sampling = sampling | {"max_tokens": min(16, args.max_response_length), "group_size": 1}
+    batch = collate(rollout(prompts=prompts, step=0, **sampling), device)
+    logprobs, _ = compute_logprobs(model, batch, args)
+    settings = {"tolerance": args.engine_tolerance, "dtype": args.dtype}
+    return engine.check_agreement(logprobs, batch.rollout_logprobs, batch.response_mask, **settings)
+
+
+def score(scorer: rewards.Scorer, samples: list[Sample]) -> dict[str, float]:
+    """Fill in the samples' rewards; returns the scorer's metrics."""
+    values, metrics = scorer(
+        [sample.prompt.data_source for sample in samples],
+        [sample.text for sample in samples],
+        [sample.prompt.ground_truth for sample in samples],
+        [sample.prompt.extra_info for sample in samples],
+    )
+    for sample, value in zip(samples, values, strict=True):
+        sample.score = sample.reward = value
+    return metrics
+
+
+def sequence_sums(samples: list[Sample]) -> dict[str, float]:
+    """What is averaged over sequences. Accuracy is the share of responses with a score of 1 or more."""
+    return {
+        "reward": sum(sample.reward for sample in samples),
+        "accuracy": sum(sample.score >= 1.0 for sample in samples),
+        "response_length": sum(len(sample.response_ids) for sample in samples),
+        "truncated": sum(sample.truncated for sample in samples),
+    }
+
+
+def make_pairs(samples: list[Sample], responses: list[list[int]], group_size: int) -> list[Pair]:
+    """The data's response to each prompt against each of the opponent's: P x G pairs.
+
+    Where the data have no responses, the best of each group against its worst: at most P pairs.
+    """
+    if responses:
+        chosen = zip([responses[i // group_size] for i in range(len(samples))], samples, strict=True)
+        return [Pair(other.prompt, Sample(other.prompt, ids, [0.0] * len(ids)), other) for ids, other in chosen]
+    rewards = torch.tensor([sample.reward for sample in samples]).view(-1, group_size)  # (P, G)
+    found = [(samples[best], samples[worst]) for best, worst in best_and_worst(rewards)]
+    return [Pair(best.prompt, best, worst, best.reward - worst.reward) for best, worst in found]
+
+
+def pair_row(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What samples.jsonl shows of a pair."""
+    ids = {"prompt": pair.prompt.prompt_ids, "chosen": pair.chosen.response_ids, "rejected": pair.rejected.response_ids}
+    return {name: tokenizer.decode(one) for name, one in ids.items()} | {"reward_difference": pair.reward}
+
+
+def evaluate(
+    dataset: data.PromptDataset, scorer: rewards.Scorer, args: Args, device: Device, sampling: dict
+) -> dict[str, float]:
+    """Sample one response to every test prompt: accuracy, reward, response length and share of truncated ones.
+
+    The seeds depend on the run's seed and the row alone: every evaluation of a run draws with the same luck, and none
+    touches a generator that training uses.
+    """
+    rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    sampling = sampling | {"temperature": args.eval_temperature, "group_size": 1}
+    samples = rollout(prompts=[dataset[row] for row in rows], step=-1, **sampling)
+    score(scorer, samples)
+    means = launch.all_reduce_means((sequence_sums(samples), len(samples)), device=device)
+    return {f"eval/{name}": value for name, value in means.items()}
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+# Differs from algos/grpo.py: pairs, and an opponent that the policy replaces now and then.
+def main(args: Args) -> None:
+    # ==== Set-up: data, models, engine; then the run that is resumed, if one is ====
+    device = get_device()
+    arguments.fill_in(args, TINY_DEFAULTS if args.model.startswith(TINY) else DEFAULTS, device)
+    by_reward = args.pairing == "reward"
+    args.group_size = args.group_size or (8 if by_reward else 1)
+    arguments.check_rollout(args)
+    arguments.check_pairs(args)
+    data.check_files(args.train_files, columns=data.RL_COLUMNS if by_reward else ())
+    data.check_files(args.test_files)
+    reward_fn = rewards.load_reward_fn(args.reward_fn)
+    if args.dry_run:
+        return print(memory.table(args, ranks=args.dry_run, frozen_models=1))
+    rank, world_size = launch.init_distributed(device, timeout_s=args.watchdog_s)
+    folder = checkpoint.resolve_model(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    template_kwargs = launch.json_object(args.chat_template_kwargs, flag="--chat-template-kwargs")
+    loading = {"tokenizer": tokenizer, "chat_template_kwargs": template_kwargs}
+    load = partial(data.load_prompts, max_prompt_length=args.max_prompt_length, **loading)
+    longest = args.max_prompt_length + args.max_response_length
+    train_data = load(args.train_files) if by_reward else data.load_sft(args.train_files, max_length=longest, **loading)
+    test_data = load(args.test_files) if args.test_files and args.eval_every else None
+    arguments.check_data(args, train_data, test_data)
+    ranks = {"rank": rank, "world_size": world_size}
+    sampler = data.BatchSampler(len(train_data), args.prompts_per_step, seed=args.seed, **ranks)
+    scorer = rewards.Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
+    if args.steps_per_iteration is None:
+        args.steps_per_iteration = max(1, len(train_data) // args.prompts_per_step)
+    arguments.check_counts(args, ("iterations", "steps_per_iteration"))
+    steps = args.iterations * args.steps_per_iteration
+
+    run_dir, resume_path = checkpoint.find_run(args, script=__file__)
+    is_resumed = args.resume or resume_path is not None
+    tracker = Tracker(
+        args, script=__file__, rank=rank, total_steps=steps, columns=PAIR_COLUMNS, run_dir=run_dir,
+        resume=is_resumed, wandb_project=args.wandb_project,
+    )  # fmt: skip
+    tracker.note(arguments.describe(args, device, train_data.report))
+    checkpointer = checkpoint.Checkpointer(tracker.run_dir / "checkpoints", keep=args.keep_checkpoints)
+    phases = launch.Phases(device, watchdog_s=args.watchdog_s)
+
+    with phases("set-up"):
+        tp_group = engine.make_tp_group(folder, args.rollout_tp)
+        model = shard_model(folder, args, device, trainable=True)
+        opponent = shard_model(folder, args, device, trainable=False)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
+        )
+        modules = {"policy": (model, optimizer), "opponent": (opponent, None)}
+        state, rank_state = {"step": 0, "update": 0, "first_eval": None}, None
+        if resume_path:
+            state, rank_state = checkpointer.load(resume_path, modules=modules)
+            sampler.load_state_dict(state["sampler"])
+        if is_resumed:
+            tracker.resume(state["step"] if resume_path else -1)
+        llm = build_engine(folder, args, device)
+        sync_weights(llm, model, device)
+        sampling = {
+            "llm": llm, "tokenizer": tokenizer, "tp_group": tp_group, "seed": args.seed, "group_size": args.group_size,
+            "temperature": args.temperature, "max_tokens": args.max_response_length,
+            "stop_token_ids": engine.stop_token_ids(tokenizer, folder),
+        }  # fmt: skip
+        prompts, _ = data.read_rows(train_data, range(min(4, len(train_data))))
+        gap = check_engine(model, prompts, args, device, sampling)
+        tracker.note(f"engine and trainer agree: mean |log-prob difference| {gap:.1e}")
+        device.seed(args.seed)  # the engine's start-up draws from the global generators
+        if rank_state:
+            device.set_rng_state(rank_state["rng"])
+
+    if test_data and state["first_eval"] is None:
+        with phases("evaluate"):
+            state["first_eval"] = evaluate(test_data, scorer, args, device, sampling)
+        tracker.log_eval(0, state["first_eval"])
+    if device.can_sleep:
+        llm.sleep(level=2)
+    step = state["step"]
+    updates = optim.Updates(args, tracker=tracker, state=state)
+    warmup, total = (n * args.epochs * args.num_minibatches for n in (args.warmup_steps, steps))
+
+    while state["step"] < steps:
+        state["step"] += 1
+        step = state["step"]
+        phases.start_step()
+        prompts, responses = data.read_rows(train_data, sampler.next_batch())
+
+        # ==== 6. Sync weights ====
+        # The engine plays the opponent in the rollout and the policy in an evaluation, and is given the weights right
+        # before: what it holds at other times is of no account.
+        with phases("sync"):
+            if (step - 1) % args.steps_per_iteration == 0:
+                checkpoint.copy_weights(model, opponent)  # a new iteration
+            sync_weights(llm, opponent, device)
+            if args.engine_check_every and step % args.engine_check_every == 0:
+                check_engine(opponent, prompts[:4], args, device, sampling)
+
+        # ==== 1. Rollout ====
+        with phases("rollout"):
+            samples = rollout(prompts=prompts, step=step, **sampling)
+            if device.can_sleep:
+                llm.sleep(level=2)  # weights and KV cache are dropped: the next sync brings all weights
+
+        # ==== 2. Rewards ====
+        with phases("rewards"):
+            reward_metrics = score(scorer, samples) if by_reward else {}
+
+        # ==== 3. Pairs ====
+        pairs = make_pairs(samples, responses, args.group_size)
+
+        # ==== 4. The opponent's logprobs ====
+        rejected_sums: dict[str, torch.Tensor] = {}  # over the rejected responses, which the engine sampled
+        with phases("logprobs"), torch.no_grad():
+            for micro_batch in make_micro_batches(pairs, args.micro_batch_tokens, device):
+                batch = collate_pairs(micro_batch, device)
+                logprobs, entropy = compute_logprobs(opponent, batch, args)
+                scored = [pair.chosen for pair in micro_batch] + [pair.rejected for pair in micro_batch]
+                for sample, row in zip(scored, logprobs, strict=False):
+                    sample.ref_logprobs = row[: len(sample.response_ids)]
+                gap = batch.rollout_logprobs - logprobs  # both of the opponent: by the engine and by the trainer
+                for name, value in {"entropy": entropy, "mismatch_kl": gap, "mismatch_abs": gap.abs()}.items():
+                    _, rejected = (value * batch.response_mask).chunk(2)
+                    rejected_sums[name] = rejected_sums.get(name, 0.0) + rejected.sum()
+
+        # ==== 5. Update ====
+        sums: dict[str, torch.Tensor] = {}
+        minibatches = [pairs[first :: args.num_minibatches] for first in range(args.num_minibatches)]
+        with phases("update"):
+            for minibatch in minibatches * args.epochs:
+                num_pairs = launch.all_reduce_sums({"pairs": len(minibatch)}, device)["pairs"]
+                micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
+                for i, micro_batch in enumerate(micro_batches):
+                    model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
+                    batch = collate_pairs(micro_batch, device)
+                    new_logprobs, _ = compute_logprobs(model, batch, args)
+                    loss, metrics = compute_loss(
+                        new_logprobs=new_logprobs, ref_logprobs=batch.ref_logprobs, response_mask=batch.response_mask,
+                        beta=args.beta, num_pairs=num_pairs,
+                    )  # fmt: skip
+                    updates.watch(micro_batch, loss, torch.stack(new_logprobs.chunk(2), dim=1))
+                    (loss * world_size).backward()  # FSDP averages gradients over ranks, the loss is a sum
+                    sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+                # Without any pair there is no micro-batch and no gradient, and nothing moves.
+                lr = args.lr * optim.lr_factor(state["update"], warmup=warmup, total=total, decay=args.lr_decay)
+                grad_norm = updates.apply(model, optimizer, lr=lr, step=step)
+                state["update"] += 1
+
+        # ==== 7. Log, evaluate, save ====
+        unscored = () if by_reward else ("reward", "accuracy")
+        rollouts = {name: value for name, value in sequence_sums(samples).items() if name not in unscored}
+        means = launch.all_reduce_means(
+            (sums, args.epochs * len(pairs)),
+            (rejected_sums, sum(len(pair.rejected.response_ids) for pair in pairs)),
+            ({"identical": sum(pair.chosen.response_ids == pair.rejected.response_ids for pair in pairs)}, len(pairs)),
+            (rollouts, len(samples)),
+            ({"tied": len(prompts) - len(pairs)} if by_reward else {}, len(prompts)),
+            ({"tokens": sum(pair.chosen.num_tokens + pair.rejected.num_tokens for pair in pairs)}, 1 / world_size),
+            (launch.merge_metrics(reward_metrics), 1.0),
+            device=device,
+        )
+        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad}
+        timing = phases.metrics(tokens=means.pop("tokens"))
+        tracker.log(step, means | {"iteration": (step - 1) // args.steps_per_iteration} | optimisation | timing)
+        tracker.log_samples(step, [pair_row(pair, tokenizer) for pair in pairs[:8]])
+
+        is_last, stop = step == steps, launch.stop_requested(device)
+        evaluated = bool(test_data) and (is_last or step % args.eval_every == 0)
+        if evaluated:
+            with phases("evaluate"):
+                sync_weights(llm, model, device)
+                last_eval = evaluate(test_data, scorer, args, device, sampling)
+                if device.can_sleep:
+                    llm.sleep(level=2)
+            tracker.log_eval(step, last_eval)
+        if stop or (args.save_every and (is_last or step % args.save_every == 0)):
+            with phases("save"):
+                checkpointer.save(
+                    step, modules=modules, extra=state | {"sampler": sampler.state_dict()},
+                    rank_state={"rng": device.rng_state()}, score=last_eval["eval/accuracy"] if evaluated else None,
+                )  # fmt: skip
+        if stop and not is_last:
+            tracker.note(f"stopped after step {step}; go on with --resume-from {tracker.run_dir}")
+            break
+
+    # ==== The end ====
+    checkpointer.wait()
+    if args.export and step == steps:
+        checkpoint.export_hf(model, tokenizer, tracker.run_dir / "hf", dtype=DTYPES[args.export_dtype], source=folder)
+    tracker.conclude(step, panels=PAIR_CURVES)
+    scorer.close()
+
+
+if __name__ == "__main__":
+    launch.launch(main, Args)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY, environment, metrics_of, run_script, samples_of, succeeded, torchrun_command
+from conftest import ROOT, TINY, environment, metrics_of, run_script, samples_of, succeeded, torchrun_command
 from test_reliability import outcome, root_cause, wait_for
 
 from benchmarks import soak
@@ -136,6 +136,29 @@ def test_an_engine_that_fails_on_one_rank_ends_the_run_and_is_shown_last(tmp_pat
 
 
 # -- bad numbers ------------------------------------------------------------------------------------------------------
+
+
+PHASES = ["set-up", "evaluate", "rollout", "rewards", "logprobs", "update", "sync", "save"]
+
+
+def test_every_phase_of_a_step_is_tried():
+    """`PHASES` are those that the script has."""
+    assert set(re.findall(r'phases\("(.+?)"\)', (ROOT / "algos" / "grpo.py").read_text())) == set(PHASES)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_fails_in_any_phase_ends_the_run_and_is_shown_last(phase, tmp_path):
+    arguments = (*RUN, "--steps", 3, "--eval-every", 1, "--run-dir", tmp_path / "run")
+    process = subprocess.Popen(
+        torchrun_command("tests/workers/troubles.py", phase, *arguments, nproc=2), env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if phase != "set-up":
+        wait_for(process, "step ")
+    code, output = outcome(process, limit=60)
+    assert code == 1
+    assert "[rank 1] RuntimeError: trouble on rank 1" in root_cause(output)
+    assert output.count("Traceback (most recent call last)") == 2  # this rank's, and torchrun's
 
 
 def test_bad_numbers_and_rewards_that_never_return(tmp_path):

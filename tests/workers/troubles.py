@@ -1,6 +1,6 @@
 """Started by tests/test_reliability_runs.py under torchrun: algos/grpo.py with something going wrong on one rank.
 
-    troubles.py TROUBLE [the arguments of grpo.py]
+    troubles.py TROUBLE [the arguments of grpo.py]     TROUBLE is one of TROUBLES, or the phase in which to fail
 
 The script itself is untouched: what it calls is replaced before it starts.
 """
@@ -86,8 +86,36 @@ def make_bad_numbers() -> None:
     Scorer.__call__, optim.Updates.watch, optim.Updates.apply = score, watch_bad, apply_bad
 
 
+def fail_in_phase(wanted: str) -> None:
+    """Rank 1 fails when it enters a phase for the second time, or for the first if it never comes again.
+
+    The engine, whose failure has a test of its own, is replaced by one that always says the same, which starts sooner.
+    """
+
+    def rollout(*, prompts: list, group_size: int, **_options: Any) -> list[grpo.Sample]:
+        ids = [[5 + j] * (3 + j) for j in range(group_size)]
+        return [grpo.Sample(prompt, row, [-1.0] * len(row), "#### 7") for prompt in prompts for row in ids]
+
+    grpo.build_engine = grpo.sync_weights = lambda *_args: None
+    grpo.check_engine = lambda *_args: 0.0
+    grpo.rollout = rollout
+    enter, begun = launch.Phases.__call__, [0]
+
+    def enter_or_fail(self: launch.Phases, name: str) -> Any:
+        begun[0] += name == wanted
+        if RANK == 1 and name == wanted and begun[0] == (1 if name == "set-up" else 2):
+            fail()
+        return enter(self, name)
+
+    launch.Phases.__call__ = enter_or_fail
+
+
 TROUBLES = {"engine": break_engine, "numbers": make_bad_numbers}
 
 if __name__ == "__main__":
-    TROUBLES[sys.argv.pop(1)]()
+    trouble = sys.argv.pop(1)
+    if trouble in TROUBLES:
+        TROUBLES[trouble]()
+    else:
+        fail_in_phase(trouble)
     launch.launch(grpo.main, grpo.Args)

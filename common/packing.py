@@ -1,0 +1,251 @@
+"""Sequences without padding, and the prompt of a group only once: less work in a forward pass, with the same result.
+
+A causal model's keys and values of a prompt do not depend on what follows it, so the responses of a group can share
+their prompt: its tokens go through the model once instead of once for each response. And since all of a transformer but
+its attention treats tokens one by one, tokens of different sequences can stand side by side in one row.
+
+    layout = make_layout(prompt_lengths, lengths, keys)                        # on the host, from lengths alone
+    hidden = hidden_states(model.get_decoder(), input_ids, layout)             # (b, L, H), as without a layout
+
+The model's attention implementation has to be `PACKED_ATTENTION`, which takes apart what the row holds.
+"""
+
+import importlib.util
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PACKED_ATTENTION = "solorl_packed"
+"""Value of `attn_implementation` for models that are called with packed rows."""
+
+SIMILAR = 0.75
+"""Segments whose shortest is at least this share of the longest are padded to one length in attention."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments of similar length, padded for attention: S segments of at most Q tokens that look at K tokens."""
+
+    queries: torch.Tensor  # (S, Q) place of each query in the row; padding points at some token
+    keys: torch.Tensor  # (S, K) places of the prompt's tokens and then the segment's own
+    distances: torch.Tensor  # (S, Q, K) int32, how far before the query a key is; negative: it is not seen
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> "Bucket":
+        return Bucket(*(tensor.to(device, non_blocking=non_blocking) for tensor in vars(self).values()))
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores, (S, 1, Q, K): 0 where a query sees a key, else minus infinity."""
+        is_seen = self.distances >= 0
+        if window is not None:
+            is_seen &= self.distances < window
+        return torch.zeros_like(self.distances, dtype=dtype).masked_fill_(~is_seen, -torch.inf)[:, None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How b padded sequences of at most L tokens become a row of N tokens, and which of these see each other.
+
+    The row's segments are prompts, and responses that see their prompt too.
+    """
+
+    tokens: torch.Tensor  # (N,) place of each of the row's tokens in the flattened (b, L)
+    position_ids: torch.Tensor  # (1, N) its place in its own sequence
+    unpack: torch.Tensor  # (b, L) place in the row of each padded position; of padding, any
+    buckets: tuple[Bucket, ...]
+    restore: torch.Tensor  # (N,) place of each of the row's tokens among the buckets' queries, one bucket after another
+    seen: torch.Tensor  # (M,) places of what each segment sees, segment after segment
+    query_starts: torch.Tensor  # (segments + 1,) int32, where each segment begins in the row
+    seen_starts: torch.Tensor  # (segments + 1,) int32, where what it sees begins in `seen`
+    max_queries: int
+    max_seen: int
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> "Layout":
+        """The layout on a device."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.to(device, non_blocking=non_blocking)
+            return tuple(bucket.to(device, non_blocking) for bucket in value) if isinstance(value, tuple) else value
+
+        return Layout(**{name: moved(value) for name, value in vars(self).items()})
+
+
+@dataclass
+class Segment:
+    """A prompt or a response in the row: its tokens and those it sees, as places in the row."""
+
+    start: int
+    length: int
+    prompt_start: int = 0
+    prompt_length: int = 0
+
+    @property
+    def num_seen(self) -> int:
+        return self.prompt_length + self.length
+
+    def seen(self) -> torch.Tensor:
+        prompt = torch.arange(self.prompt_start, self.prompt_start + self.prompt_length)
+        return torch.cat([prompt, torch.arange(self.start, self.start + self.length)])
+
+
+def make_layout(prompt_lengths: Sequence[int], lengths: Sequence[int], keys: Sequence[Hashable]) -> Layout:
+    """Layout of sequences that are padded on the right: `lengths` of prompt and response together, one or more of each.
+
+    Sequences with the same key have the same prompt, which then is in the row once.
+    """
+    width, prompts = max(lengths), {}
+    segments: list[Segment] = []
+    tokens, positions, unpack = [], [], torch.zeros(len(lengths), width, dtype=torch.int64)
+    place = 0
+    for row, (prompt_length, length, key) in enumerate(zip(prompt_lengths, lengths, keys, strict=True)):
+        if key not in prompts:
+            prompts[key] = place
+            segments.append(Segment(place, prompt_length))
+            tokens.append(torch.arange(prompt_length) + row * width)
+            positions.append(torch.arange(prompt_length))
+            place += prompt_length
+        segments.append(Segment(place, length - prompt_length, prompts[key], prompt_length))
+        tokens.append(torch.arange(prompt_length, length) + row * width)
+        positions.append(torch.arange(prompt_length, length))
+        place += length - prompt_length
+        unpack[row, :length] = segments[-1].seen()
+
+    buckets, restore = make_buckets(segments)
+    counts = torch.tensor([[segment.length, segment.num_seen] for segment in segments])
+    starts = F.pad(counts.cumsum(0), (0, 0, 1, 0)).to(torch.int32)
+    return Layout(
+        tokens=torch.cat(tokens),
+        position_ids=torch.cat(positions)[None],
+        unpack=unpack,
+        buckets=buckets,
+        restore=restore,
+        seen=torch.cat([segment.seen() for segment in segments]),
+        query_starts=starts[:, 0].contiguous(),
+        seen_starts=starts[:, 1].contiguous(),
+        max_queries=int(counts[:, 0].max()),
+        max_seen=int(counts[:, 1].max()),
+    )
+
+
+def make_buckets(segments: Sequence[Segment]) -> tuple[tuple[Bucket, ...], torch.Tensor]:
+    """Segments of similar size put together, and the place of each of the row's tokens among the buckets' queries."""
+    groups: list[list[Segment]] = []
+    for segment in sorted(segments, key=lambda segment: (-segment.num_seen, -segment.length)):
+        longest = groups[-1][0] if groups else None
+        fits = longest is not None and (
+            SIMILAR * longest.num_seen <= segment.num_seen
+            and SIMILAR * longest.length <= segment.length <= longest.length / SIMILAR
+        )
+        if not fits:
+            groups.append([])
+        groups[-1].append(segment)
+
+    buckets, restore, place = [], torch.zeros(sum(segment.length for segment in segments), dtype=torch.int64), 0
+    for group in groups:
+        num_queries, num_seen = max(segment.length for segment in group), max(segment.num_seen for segment in group)
+        queries = torch.zeros(len(group), num_queries, dtype=torch.int64)
+        seen = torch.zeros(len(group), num_seen, dtype=torch.int64)
+        distances = torch.full((len(group), num_queries, num_seen), -1, dtype=torch.int32)
+        for row, segment in enumerate(group):
+            own = slice(segment.start, segment.start + segment.length)
+            queries[row, : segment.length] = torch.arange(own.start, own.stop)
+            restore[own] = torch.arange(segment.length) + place + row * num_queries
+            seen[row, : segment.num_seen] = segment.seen()
+            query_positions = segment.prompt_length + torch.arange(num_queries)
+            distances[row, :, : segment.num_seen] = query_positions[:, None] - torch.arange(segment.num_seen)
+        buckets.append(Bucket(queries, seen, distances))
+        place += queries.numel()
+    return tuple(buckets), restore
+
+
+def hidden_states(decoder: nn.Module, input_ids: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """Last hidden states of sequences padded on the right, (b, L) -> (b, L, H); in padded positions they mean nothing.
+
+    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
+    """
+    if layout is None:
+        return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+    row = input_ids.flatten()[layout.tokens][None]  # (1, N)
+    output = decoder(input_ids=row, position_ids=layout.position_ids, layout=layout, use_cache=False)
+    return output.last_hidden_state[0][layout.unpack]
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention within a row's segments: query (1, heads, N, D), key and value (1, kv heads, N, D) -> (1, N, heads, D).
+
+    With flash-attn, by its kernel for sequences of different lengths; elsewhere the segments are padded in buckets of
+    similar size and go through torch's attention. Without a layout: causal attention, sequences padded on the right.
+    """
+    if layout is None:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window
+        )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
+    if has_flash_attention(query):
+        return _flash_attention(query, key, value, layout, scaling, sliding_window)[None], None
+    parts = []
+    for bucket in layout.buckets:
+        attended = F.scaled_dot_product_attention(
+            query[bucket.queries].transpose(1, 2),  # (S, heads, Q, D)
+            key[bucket.keys].transpose(1, 2),
+            value[bucket.keys].transpose(1, 2),
+            attn_mask=bucket.mask(sliding_window, query.dtype),
+            scale=scaling,
+            enable_gqa=True,
+        )
+        parts.append(attended.transpose(1, 2).flatten(0, 1))  # (S x Q, heads, D)
+    return torch.cat(parts)[layout.restore][None], None
+
+
+def has_flash_attention(query: torch.Tensor) -> bool:
+    """Whether flash-attn is installed and can compute with this tensor."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type != "cpu" and is_half and importlib.util.find_spec("flash_attn") is not None
+
+
+def _flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """The same by flash-attn. Its causal mask is aligned at the last key, so a response sees all of its prompt."""
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        query,
+        key[layout.seen],
+        value[layout.seen],
+        layout.query_starts,
+        layout.seen_starts,
+        layout.max_queries,
+        layout.max_seen,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

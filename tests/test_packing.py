@@ -1,0 +1,149 @@
+"""Packed rows: a prompt goes through the model once for its group, with the log-probs and gradients of padded ones."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import TINY
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+from common import packing
+
+PROMPTS = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 3], [9, 3], [9, 3]]
+LENGTHS = (7, 3, 1, 12, 6)
+"""Of the responses."""
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3, the embedded model's": lambda: AutoConfig.from_pretrained(TINY / "model"),
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral, a window of 4 tokens": lambda: MistralConfig(**SIZES, sliding_window=4),
+}
+
+
+def models(name: str) -> tuple[nn.Module, nn.Module]:
+    """The same random model twice: with torch's attention, and with that of packed rows."""
+    torch.manual_seed(0)
+    plain, packed = (
+        AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32, attn_implementation=attention)
+        for attention in ("sdpa", packing.PACKED_ATTENTION)
+    )
+    packed.load_state_dict(plain.state_dict())
+    return plain, packed
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, packing.Layout]:
+    """Padded ids (b, L), the mask of real tokens (b, L), and the layout."""
+    generator = torch.Generator().manual_seed(1)
+    responses = [torch.randint(10, 50, (length,), generator=generator) for length in LENGTHS]
+    rows = [torch.cat([torch.tensor(prompt), response]) for prompt, response in zip(PROMPTS, responses, strict=True)]
+    lengths = [len(row) for row in rows]
+    layout = packing.make_layout([len(prompt) for prompt in PROMPTS], lengths, [tuple(prompt) for prompt in PROMPTS])
+    is_real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return pad_sequence(rows, batch_first=True), is_real, layout
+
+
+def largest_gap(plain: nn.Module, packed: nn.Module, layout: packing.Layout | None) -> tuple[float, float]:
+    """Largest difference of log-probs, and of gradients as a share of the largest of their parameter."""
+    ids, is_real, _ = batch()
+    logprobs = []
+    for model, its_layout in ((plain, None), (packed, layout)):
+        hidden = packing.hidden_states(model.get_decoder(), ids, its_layout)
+        every = model.get_output_embeddings()(hidden).log_softmax(dim=-1)[:, :-1]
+        logprobs.append(every.gather(2, ids[:, 1:, None])[..., 0] * is_real[:, 1:])
+        (logprobs[-1] * torch.linspace(-1, 1, logprobs[-1].numel()).view_as(logprobs[-1])).sum().backward()
+    gradients = [
+        float((a.grad - b.grad).abs().max() / a.grad.abs().max())
+        for a, b in zip(plain.parameters(), packed.parameters(), strict=True)
+    ]
+    return float((logprobs[0] - logprobs[1]).detach().abs().max()), max(gradients)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logprobs_and_gradients_are_those_of_padded_sequences(name: str) -> None:
+    logprobs, gradients = largest_gap(*models(name), batch()[2])
+    assert logprobs < 1e-5 and gradients < 1e-5
+
+
+def test_a_model_for_packed_rows_also_takes_padded_ones() -> None:
+    logprobs, gradients = largest_gap(*models("llama"), None)
+    assert logprobs < 1e-6 and gradients < 1e-6
+
+
+def test_a_prompt_is_in_the_row_once_for_its_key() -> None:
+    _, is_real, layout = batch()
+    assert len(layout.tokens) == 4 + 7 + 3 + 2 + 1 + 12 + 6
+    apart = packing.make_layout([4] * 2, [5] * 2, ["a", "b"])
+    assert len(apart.tokens) == 10
+    assert layout.position_ids[0].tolist()[:14] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 4, 5, 6]
+
+
+def test_every_padded_position_finds_its_token() -> None:
+    ids, is_real, layout = batch()
+    row = ids.flatten()[layout.tokens]
+    assert torch.equal(row[layout.unpack][is_real], ids[is_real])
+
+
+def test_segments_of_one_bucket_are_similar() -> None:
+    lengths = [1000, 900, 800, 500, 60, 50, 10]
+    buckets = packing.make_layout([5] * 7, [5 + length for length in lengths], range(7)).buckets
+    padded = sum(bucket.queries.numel() for bucket in buckets)
+    assert padded <= (sum(lengths) + 35) / packing.SIMILAR
+    assert len(buckets) < 7
+
+
+def test_a_response_changes_nothing_for_its_neighbours() -> None:
+    """The responses of a group see their prompt and themselves, never each other."""
+    _, model = models("llama")
+    ids, is_real, layout = batch()
+    before = packing.hidden_states(model.get_decoder(), ids, layout)
+    ids[0, 4:] = 1
+    after = packing.hidden_states(model.get_decoder(), ids, layout)
+    assert torch.equal(before[1:][is_real[1:]], after[1:][is_real[1:]])
+    assert torch.equal(before[0, :4], after[0, :4])
+    assert not torch.allclose(before[0, 4:][is_real[0, 4:]], after[0, 4:][is_real[0, 4:]])
+
+
+# -- flash-attn, by a stub with its meaning: causal, aligned at the last key ------------------------------------------
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    def flash_attn_varlen_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int,
+        max_k: int, *, softmax_scale: float, causal: bool, window_size: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        assert causal and cu_q.dtype == cu_k.dtype == torch.int32
+        parts = []
+        for first, last, start, end in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            assert last - first <= max_q and end - start <= max_k
+            queries, keys, values = q[first:last], k[start:end], v[start:end]
+            keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
+            distance = torch.arange(len(keys) - len(queries), len(keys))[:, None] - torch.arange(len(keys))
+            hidden = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
+            parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
+        return torch.cat(parts)
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(packing, "has_flash_attention", lambda query: True)
+    yield module
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, a window of 4 tokens"])
+def test_flash_attention_gets_the_same_layout(flash_attn: ModuleType, name: str) -> None:
+    logprobs, gradients = largest_gap(*models(name), batch()[2])
+    assert logprobs < 1e-5 and gradients < 1e-5
+
+
+def test_without_an_accelerator_torch_attends() -> None:
+    assert not packing.has_flash_attention(torch.zeros(1, dtype=torch.bfloat16))

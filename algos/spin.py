@@ -61,10 +61,10 @@ TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
 
 # A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
 # Differs from algos/grpo.py: other fields.
-DEFAULTS = {"beta": 0.1, "lr": 5e-7, "warmup_steps": 10, "max_response_length": 1024, "eval_every": 20}
+DEFAULTS = {"iterations": 4, "beta": 0.1, "lr": 5e-7, "warmup_steps": 10, "max_response_length": 1024, "eval_every": 20}
 # Differs from algos/grpo.py: other fields.
-TINY_DEFAULTS = {"beta": 1.0, "lr": 5e-5, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
-TINY_DEFAULTS |= {"steps_per_iteration": 10}
+TINY_DEFAULTS = {"iterations": 6, "steps_per_iteration": 10, "beta": 1.0, "lr": 5e-5, "warmup_steps": 10}
+TINY_DEFAULTS |= {"max_response_length": 48, "eval_every": 10}
 
 
 @dataclass
@@ -119,12 +119,12 @@ class Args:
     # -- algorithm --
     pairing: Literal["data", "reward"] = "data"
     """chosen and rejected: the data's response and the opponent's; or the opponent's best and worst by its reward."""
-    iterations: int = 3
-    """How often the policy becomes the opponent, counting its start (the paper: 4)."""
+    iterations: int | None = None
+    """How often the policy becomes the opponent, its start counted; default 4 (the paper), for the embedded task 6."""
     steps_per_iteration: int | None = None
     """Rollout batches until then; default: one pass over the data (the paper: 2), for the embedded task 10."""
     beta: float | None = None
-    """Weight of the log-ratios, the paper's lambda: large keeps the opponent near. Default 0.1 (the paper), tiny 1."""
+    """Weight of the log-ratios, the paper's lambda; default 0.1 (the paper), for the embedded task 1."""
 
     # -- optimisation --
     num_minibatches: int = 1
@@ -136,7 +136,8 @@ class Args:
     """Peak learning rate of AdamW; default 5e-7 (the paper), for the embedded model 5e-5."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from 0; default 10."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    # Differs from algos/grpo.py: the paper's choice.
+    lr_decay: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after the warm-up, down to 0 at the last step."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
@@ -661,8 +662,9 @@ def main(args: Args) -> None:
         # The engine plays the opponent in the rollout and the policy in an evaluation, and is given the weights right
         # before: what it holds at other times is of no account.
         with phases("sync"):
-            if (step - 1) % args.steps_per_iteration == 0:
-                checkpoint.copy_weights(model, opponent)  # a new iteration
+            iteration, step_of_iteration = divmod(step - 1, args.steps_per_iteration)
+            if step_of_iteration == 0:
+                checkpoint.copy_weights(model, opponent)
             sync_weights(llm, opponent, device)
             if args.engine_check_every and step % args.engine_check_every == 0:
                 check_engine(opponent, prompts[:4], args, device, sampling)
@@ -730,9 +732,8 @@ def main(args: Args) -> None:
             (launch.merge_metrics(reward_metrics), 1.0),
             device=device,
         )
-        optimisation = {"grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad}
-        timing = phases.metrics(tokens=means.pop("tokens"))
-        tracker.log(step, means | {"iteration": (step - 1) // args.steps_per_iteration} | optimisation | timing)
+        progress = {"iteration": iteration, "grad_norm": grad_norm, "lr": lr, "bad_updates": updates.bad}
+        tracker.log(step, progress | phases.metrics(tokens=means.pop("tokens")) | means)
         tracker.log_samples(step, [pair_row(pair, tokenizer) for pair in pairs[:8]])
 
         is_last, stop = step == steps, launch.stop_requested(device)

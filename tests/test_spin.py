@@ -169,6 +169,25 @@ def test_the_first_gradient_is_that_of_fine_tuning_in_expectation():
         torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+def test_the_best_policy_is_that_of_theorem_5_4(beta):
+    """pi ~ pi_opponent (p_data / pi_opponent)^(1/beta): there the expected gradient is 0, and not at the opponent."""
+    p_data, p_opponent = torch.tensor([0.6, 0.3, 0.1]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
+    best = p_opponent.log() + (p_data / p_opponent).log() / beta
+    for start, is_best in ((best, True), (p_opponent.log(), False)):
+        logits = start.clone().requires_grad_()
+        logprobs, total = logits.log_softmax(0), 0.0
+        for y in range(3):
+            for other in range(3):
+                new, ref = (values[[y, other]][:, None] for values in (logprobs, p_opponent.log()))
+                loss, _ = compute_loss(
+                    new_logprobs=new, ref_logprobs=ref, response_mask=torch.ones(2, 1), beta=beta, num_pairs=1
+                )
+                total = total + p_data[y] * p_opponent[other] * loss
+        total.backward()
+        assert (logits.grad.abs().max() < 1e-7) == is_best
+
+
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 

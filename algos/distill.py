@@ -3,11 +3,11 @@
 A small student learns from a larger teacher, on what the student itself writes. For every prompt x the student samples
 a response y; the frozen teacher reads it, and at every token the two distributions over the next one are compared:
 
-    L = E_{y ~ pi} [ 1/N sum_t D( p(. | x, y_<t) || pi(. | x, y_<t) ) ]          GKD, section 3, with lambda = 1
+    L = E_{y ~ pi} [ 1/N sum_t D( p(. | x, y_<t), pi(. | x, y_<t) ) ]            GKD, section 3, with lambda = 1
 
 where pi is the student, p the teacher, and D one of (GKD, section 2)
 
-    KL(p || pi)  forward          KL(pi || p)  reverse
+    KL(pi || p), reverse          KL(p || pi), forward
     JSD_beta = beta KL(p || m) + (1 - beta) KL(pi || m),   m = beta p + (1 - beta) pi
 
 No gradient flows through the sampling. D is computed over the whole vocabulary and differentiated. --policy-gradient
@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from common import arguments, checkpoint, data, engine, launch, memory, optim, rewards, teachers
+from common import arguments, checkpoint, data, engine, launch, memory, optim, packing, rewards, teachers
 from common.device import Device, get_device
 from common.logprobs import HeadLogprobs, compare_heads
 from common.tracking import RL_COLUMNS, RL_CURVES, Column, Tracker
@@ -65,7 +65,7 @@ TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
 # A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
 DEFAULTS = {"steps": 500, "lr": 1e-6, "warmup_steps": 10, "max_response_length": 1024, "eval_every": 20}
 # Differs from algos/grpo.py: the student has a teacher, and is so small that it takes larger steps.
-TINY_DEFAULTS = {"steps": 60, "lr": 1e-3, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
+TINY_DEFAULTS = {"steps": 100, "lr": 1e-3, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
 TINY_DEFAULTS |= {"teacher": f"{TINY}/teacher"}
 
 
@@ -133,14 +133,16 @@ class Args:
     """Cap of the importance weight pi_old / pi_engine of a token; 0 turns the correction off."""
 
     # -- optimisation --
+    # Differs from algos/grpo.py: another default.
     steps: int | None = None
-    """Rollout batches to train on; default 500, for the embedded task 60."""
+    """Rollout batches to train on; default 500, for the embedded task 100."""
     # Differs from algos/grpo.py: the embedded student is smaller.
     lr: float | None = None
     """Peak learning rate of AdamW; default 1e-6, for the embedded student 1e-3."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from 0; default 10."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    # Differs from algos/grpo.py: the student stops where its last steps scatter it around the teacher.
+    lr_decay: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after the warm-up, down to 0 at the last step."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
@@ -151,7 +153,7 @@ class Args:
     max_bad_updates: int = 3
     """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
     micro_batch_tokens: int = 8192
-    """Padded tokens in one forward and backward pass of a rank."""
+    """Tokens in one forward and backward pass of a rank."""
     logits_chunk_rows: int = 1024
     """Response tokens whose logits (rows x vocabulary, fp32) are in memory at a time."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -323,6 +325,7 @@ class MicroBatch:
     """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
 
     input_ids: torch.Tensor  # (b, L)
+    layout: packing.Layout  # how they go through the model: without padding, a group's prompt once
     rows: torch.Tensor  # (N,) row of each response token
     columns: torch.Tensor  # (N,) its column in input_ids
     offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
@@ -333,12 +336,9 @@ class MicroBatch:
 def token_logprobs(
     self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of each response token (N,). A forward method of the model, so that FSDP gathers its head.
-
-    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
-    """
-    hidden = self.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (b, L, H)
-    hidden = hidden[batch.rows, batch.columns - 1]  # (N, H): position t - 1 predicts token t
+    """Log-prob and entropy of each response token (N,). A forward method, so that FSDP gathers the head."""
+    predictors = batch.rows, batch.columns - 1  # position t - 1 predicts token t
+    hidden = packing.hidden_at(self.get_decoder(), batch.input_ids, batch.layout, *predictors)  # (N, H)
     targets = batch.input_ids[batch.rows, batch.columns]
     return HeadLogprobs.apply(hidden, self.get_output_embeddings().weight, targets, temperature, chunk_rows)
 
@@ -346,12 +346,12 @@ def token_logprobs(
 def token_hidden(self: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden state (N, H) before each response token, and the head (V, H). The teacher's forward method, for FSDP.
 
-    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed. An id
-    that the teacher lacks, from the padding of the student's head, is read as its last one: something has to be.
+    An id that the teacher lacks, from the padding of the student's head, is read as its last one: something has to be.
     """
     input_ids = batch.input_ids.clamp(max=self.get_input_embeddings().weight.shape[0] - 1)
-    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, L, H)
-    return hidden[batch.rows, batch.columns - 1], self.get_output_embeddings().weight  # t - 1 predicts token t
+    predictors = batch.rows, batch.columns - 1  # position t - 1 predicts token t
+    hidden = packing.hidden_at(self.get_decoder(), input_ids, batch.layout, *predictors)
+    return hidden, self.get_output_embeddings().weight
 
 
 def token_comparisons(
@@ -380,7 +380,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32 if trainable else DTYPES[args.dtype],
-            attn_implementation=device.attn_implementation(),
+            attn_implementation=packing.attention_for(config, device),
             trust_remote_code=args.trust_remote_code,
         )
     for module in model.modules():
@@ -512,15 +512,11 @@ def rollout(
 
 
 def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
-        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
-            micro_batches.append([])
-        micro_batches[-1].append(sample)
+    micro_batches = packing.split(samples, max_tokens)
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -539,6 +535,7 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
     offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
     batch = MicroBatch(
         input_ids=pad_sequence([torch.tensor(s.prompt.prompt_ids + s.response_ids) for s in samples], batch_first=True),
+        layout=packing.layout_of(samples),
         rows=rows,
         columns=prompt_lengths[rows] + offsets,
         offsets=offsets,

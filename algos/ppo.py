@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from common import arguments, checkpoint, critics, data, engine, launch, memory, optim, rewards, statistics
+from common import arguments, checkpoint, critics, data, engine, launch, memory, optim, packing, rewards, statistics
 from common.device import Device, get_device
 from common.logprobs import HeadLogprobs
 from common.tracking import RL_COLUMNS, RL_CURVES, Tracker
@@ -176,7 +176,7 @@ class Args:
     max_bad_updates: int = 3
     """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
     micro_batch_tokens: int = 8192
-    """Padded tokens in one forward and backward pass of a rank."""
+    """Tokens in one forward and backward pass of a rank."""
     logits_chunk_rows: int = 1024
     """Response tokens whose logits (rows x vocabulary, fp32) are in memory at a time."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -367,6 +367,7 @@ class MicroBatch:
     """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
 
     input_ids: torch.Tensor  # (b, L)
+    layout: packing.Layout  # how they go through the model: without padding, a group's prompt once
     rows: torch.Tensor  # (N,) row of each response token
     columns: torch.Tensor  # (N,) its column in input_ids
     offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
@@ -382,23 +383,17 @@ class MicroBatch:
 def token_logprobs(
     self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of each response token (N,). A forward method of the model, so that FSDP gathers its head.
-
-    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
-    """
-    hidden = self.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (b, L, H)
-    hidden = hidden[batch.rows, batch.columns - 1]  # (N, H): position t - 1 predicts token t
+    """Log-prob and entropy of each response token (N,). A forward method, so that FSDP gathers the head."""
+    predictors = batch.rows, batch.columns - 1  # position t - 1 predicts token t
+    hidden = packing.hidden_at(self.get_decoder(), batch.input_ids, batch.layout, *predictors)  # (N, H)
     targets = batch.input_ids[batch.rows, batch.columns]
     return HeadLogprobs.apply(hidden, self.get_output_embeddings().weight, targets, temperature, chunk_rows)
 
 
-def token_scores(self: nn.Module, input_ids: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """What the head says at the tokens [rows, columns] of input_ids: (N,) fp32. A forward method, as token_logprobs.
-
-    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
-    """
-    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, L, H)
-    return hidden[rows, columns].float() @ self.score.weight[0].float()
+def token_scores(self: nn.Module, batch: MicroBatch, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """What the head says at the tokens [rows, columns] of batch.input_ids: (N,) fp32. A forward method, for FSDP."""
+    hidden = packing.hidden_at(self.get_decoder(), batch.input_ids, batch.layout, rows, columns)  # (N, H)
+    return hidden.float() @ self.score.weight[0].float()
 
 
 # Differs from algos/grpo.py: critic and reward model have a head of one number.
@@ -416,7 +411,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool, sc
         model = model_class.from_config(
             config,
             dtype=torch.float32 if trainable else DTYPES[args.dtype],
-            attn_implementation=device.attn_implementation(),
+            attn_implementation=packing.attention_for(config, device),
             trust_remote_code=args.trust_remote_code,
         )
     for module in model.modules():
@@ -550,15 +545,11 @@ def rollout(
 
 
 def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
-        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
-            micro_batches.append([])
-        micro_batches[-1].append(sample)
+    micro_batches = packing.split(samples, max_tokens)
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -581,6 +572,7 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
     offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
     batch = MicroBatch(
         input_ids=pad([sample.prompt.prompt_ids + sample.response_ids for sample in samples]),
+        layout=packing.layout_of(samples),
         rows=rows,
         columns=prompt_lengths[rows] + offsets,
         offsets=offsets,
@@ -606,7 +598,7 @@ def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[t
 
 def compute_values(critic: nn.Module, batch: MicroBatch) -> torch.Tensor:
     """The critic's value at the token before each response token, the state in which it is chosen. (b, T) fp32."""
-    values = critic.token_scores(batch.input_ids, batch.rows, batch.columns - 1)
+    values = critic.token_scores(batch, batch.rows, batch.columns - 1)
     return torch.zeros_like(batch.response_mask).index_put((batch.rows, batch.offsets), values)
 
 
@@ -647,7 +639,7 @@ def score(
         for micro_batch in make_micro_batches(judged, args.micro_batch_tokens, device):
             last = torch.tensor([sample.num_tokens - 1 for sample in micro_batch] or [0], device=device.torch_device)
             rows = torch.arange(len(last), device=device.torch_device)
-            scores = reward_model.token_scores(collate(micro_batch, device).input_ids, rows, last)
+            scores = reward_model.token_scores(collate(micro_batch, device), rows, last)
             for sample, value in zip(micro_batch, scores.tolist(), strict=False):
                 sample.score = sample.reward = value
     return metrics

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from common import arguments, checkpoint, data, engine, launch, memory, optim, rewards
+from common import arguments, checkpoint, data, engine, launch, memory, optim, packing, rewards
 from common.device import Device, get_device
 from common.logprobs import HeadLogprobs
 from common.tracking import RL_COLUMNS, RL_CURVES, Tracker
@@ -145,7 +145,7 @@ class Args:
     max_bad_updates: int = 3
     """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
     micro_batch_tokens: int = 8192
-    """Padded tokens in one forward and backward pass of a rank."""
+    """Tokens in one forward and backward pass of a rank."""
     logits_chunk_rows: int = 1024
     """Response tokens whose logits (rows x vocabulary, fp32) are in memory at a time."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -297,6 +297,7 @@ class MicroBatch:
     """Samples padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
 
     input_ids: torch.Tensor  # (b, L)
+    layout: packing.Layout  # how they go through the model: without padding, a group's prompt once
     rows: torch.Tensor  # (N,) row of each response token
     columns: torch.Tensor  # (N,) its column in input_ids
     offsets: torch.Tensor  # (N,) its place in the response, so its column in the (b, T) tensors
@@ -310,12 +311,9 @@ class MicroBatch:
 def token_logprobs(
     self: nn.Module, batch: MicroBatch, temperature: float, chunk_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of each response token (N,). A forward method of the model, so that FSDP gathers its head.
-
-    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
-    """
-    hidden = self.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (b, L, H)
-    hidden = hidden[batch.rows, batch.columns - 1]  # (N, H): position t - 1 predicts token t
+    """Log-prob and entropy of each response token (N,). A forward method, so that FSDP gathers the head."""
+    predictors = batch.rows, batch.columns - 1  # position t - 1 predicts token t
+    hidden = packing.hidden_at(self.get_decoder(), batch.input_ids, batch.layout, *predictors)  # (N, H)
     targets = batch.input_ids[batch.rows, batch.columns]
     return HeadLogprobs.apply(hidden, self.get_output_embeddings().weight, targets, temperature, chunk_rows)
 
@@ -331,7 +329,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32 if trainable else DTYPES[args.dtype],
-            attn_implementation=device.attn_implementation(),
+            attn_implementation=packing.attention_for(config, device),
             trust_remote_code=args.trust_remote_code,
         )
     for module in model.modules():
@@ -463,15 +461,11 @@ def rollout(
 
 
 def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
-        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
-            micro_batches.append([])
-        micro_batches[-1].append(sample)
+    micro_batches = packing.split(samples, max_tokens)
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -492,6 +486,7 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
     offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
     batch = MicroBatch(
         input_ids=pad([sample.prompt.prompt_ids + sample.response_ids for sample in samples]),
+        layout=packing.layout_of(samples),
         rows=rows,
         columns=prompt_lengths[rows] + offsets,
         offsets=offsets,

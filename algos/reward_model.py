@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
-from common import arguments, checkpoint, data, launch, optim
+from common import arguments, checkpoint, data, launch, optim, packing
 from common.device import Device, get_device
 from common.tracking import Column, Tracker
 
@@ -98,7 +98,7 @@ class Args:
     max_bad_updates: int = 3
     """Stop after this many updates in a row that were skipped for a NaN or infinite loss, gradient or reward."""
     micro_batch_tokens: int = 8192
-    """Padded tokens in one forward and backward pass of a rank."""
+    """Tokens in one forward and backward pass of a rank."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute dtype of trainer and engine; master weights and optimizer are always fp32."""
     gradient_checkpointing: bool = False
@@ -171,8 +171,8 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Padded tokens of the pair's two rows."""
-        return 2 * (len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids)))
+        """Tokens of the prompt and of both responses."""
+        return len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
 
 # Differs from algos/grpo.py: one number a row is read.
@@ -181,18 +181,16 @@ class MicroBatch:
     """Pairs padded on the right, on the device. Masks come from lengths: a pad id may be a real token too."""
 
     input_ids: torch.Tensor  # (2b, L): the chosen ones, then the rejected ones
+    layout: packing.Layout  # how they go through the model: without padding, a pair's prompt once
     rows: torch.Tensor  # (2b,) 0 to 2b - 1
     columns: torch.Tensor  # (2b,) the last real token of each row
     pair_mask: torch.Tensor  # (b,) fp32, 0 for a pair that only fills up
 
 
-def token_scores(self: nn.Module, input_ids: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """What the head says at the tokens [rows, columns] of input_ids: (N,) fp32. A forward method, as token_logprobs.
-
-    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
-    """
-    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, L, H)
-    return hidden[rows, columns].float() @ self.score.weight[0].float()
+def token_scores(self: nn.Module, batch: MicroBatch, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """What the head says at the tokens [rows, columns] of batch.input_ids: (N,) fp32. A forward method, for FSDP."""
+    hidden = packing.hidden_at(self.get_decoder(), batch.input_ids, batch.layout, rows, columns)  # (N, H)
+    return hidden.float() @ self.score.weight[0].float()
 
 
 # Differs from algos/grpo.py: the head is one number.
@@ -208,7 +206,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         model = AutoModelForSequenceClassification.from_config(
             config,
             dtype=torch.float32 if trainable else DTYPES[args.dtype],
-            attn_implementation=device.attn_implementation(),
+            attn_implementation=packing.attention_for(config, device),
             trust_remote_code=args.trust_remote_code,
         )
     for module in model.modules():
@@ -238,15 +236,11 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
 
 
 def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` padded tokens, longest first.
+    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
-        if not micro_batches or (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens > max_tokens:
-            micro_batches.append([])
-        micro_batches[-1].append(sample)
+    micro_batches = packing.split(samples, max_tokens)
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -262,6 +256,11 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
     sequences += [sample.prompt_ids + sample.rejected_ids for sample in samples]
     batch = MicroBatch(
         input_ids=pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True),
+        layout=packing.make_layout(
+            [len(sample.prompt_ids) for sample in samples * 2],
+            [len(sequence) for sequence in sequences],
+            [*range(len(samples))] * 2,
+        ),
         rows=torch.arange(len(sequences)),
         columns=torch.tensor([len(sequence) - 1 for sequence in sequences]),
         pair_mask=torch.ones(len(samples)) * (not is_empty),
@@ -271,7 +270,7 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
 
 def pair_scores(model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """The scores of a micro-batch as `compute_loss` takes them, each (b,)."""
-    chosen, rejected = model.token_scores(batch.input_ids, batch.rows, batch.columns).chunk(2)
+    chosen, rejected = model.token_scores(batch, batch.rows, batch.columns).chunk(2)
     return {"chosen_scores": chosen, "rejected_scores": rejected, "pair_mask": batch.pair_mask}
 
 

@@ -4,10 +4,11 @@ A causal model's keys and values of a prompt do not depend on what follows it, s
 their prompt: its tokens go through the model once instead of once for each response. And since all of a transformer but
 its attention treats tokens one by one, tokens of different sequences can stand side by side in one row.
 
-    layout = make_layout(prompt_lengths, lengths, keys)                        # on the host, from lengths alone
-    hidden = hidden_states(model.get_decoder(), input_ids, layout)             # (b, L, H), as without a layout
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config, device))
+    layout = layout_of(samples)                                                # on the host, from lengths alone
+    hidden = hidden_at(model.get_decoder(), input_ids, layout, rows, columns)  # (N, H), as without a layout
 
-The model's attention implementation has to be `PACKED_ATTENTION`, which takes apart what the row holds.
+`PACKED_ATTENTION` takes apart what the row holds. Models that are not known to allow it go on with padded sequences.
 """
 
 import importlib.util
@@ -18,11 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from common.device import Device
 
 PACKED_ATTENTION = "solorl_packed"
 """Value of `attn_implementation` for models that are called with packed rows."""
+
+PACKED_MODELS = (
+    "gemma", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+"""Model types whose packed rows give what padded ones give, as tests/test_packing.py finds. Others may have more than
+attention between tokens (state space models, convolutions), or attention with more to it (sinks, soft caps)."""
 
 SIMILAR = 0.75
 """Segments whose shortest is at least this share of the longest are padded to one length in attention."""
@@ -33,18 +42,21 @@ class Bucket:
     """Segments of similar length, padded for attention: S segments of at most Q tokens that look at K tokens."""
 
     queries: torch.Tensor  # (S, Q) place of each query in the row; padding points at some token
-    keys: torch.Tensor  # (S, K) places of the prompt's tokens and then the segment's own
-    distances: torch.Tensor  # (S, Q, K) int32, how far before the query a key is; negative: it is not seen
+    keys: torch.Tensor  # (S, K) places of the prompt's tokens and then the segment's own; padding likewise
+    prompt_lengths: torch.Tensor  # (S,) tokens that a segment sees before its own
 
     def to(self, device: torch.device, non_blocking: bool = True) -> "Bucket":
         return Bucket(*(tensor.to(device, non_blocking=non_blocking) for tensor in vars(self).values()))
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores, (S, 1, Q, K): 0 where a query sees a key, else minus infinity."""
-        is_seen = self.distances >= 0
+        places = torch.arange(max(self.queries.shape[1], self.keys.shape[1]), device=self.queries.device)
+        queries = self.prompt_lengths[:, None] + places[: self.queries.shape[1]]  # (S, Q) place in the sequence
+        distances = queries[:, :, None] - places[: self.keys.shape[1]]  # negative: the key comes later
+        is_seen = distances >= 0
         if window is not None:
-            is_seen &= self.distances < window
-        return torch.zeros_like(self.distances, dtype=dtype).masked_fill_(~is_seen, -torch.inf)[:, None]
+            is_seen &= distances < window
+        return torch.zeros(is_seen.shape, dtype=dtype, device=places.device).masked_fill_(~is_seen, -torch.inf)[:, None]
 
 
 @dataclass(frozen=True)
@@ -95,9 +107,10 @@ class Segment:
 
 
 def make_layout(prompt_lengths: Sequence[int], lengths: Sequence[int], keys: Sequence[Hashable]) -> Layout:
-    """Layout of sequences that are padded on the right: `lengths` of prompt and response together, one or more of each.
+    """Layout of sequences that are padded on the right: prompts of 0 or more tokens, responses of 1 or more.
 
-    Sequences with the same key have the same prompt, which then is in the row once.
+    `lengths` are those of prompt and response together. Sequences with the same key have the same prompt, which then
+    is in the row once.
     """
     width, prompts = max(lengths), {}
     segments: list[Segment] = []
@@ -106,7 +119,8 @@ def make_layout(prompt_lengths: Sequence[int], lengths: Sequence[int], keys: Seq
     for row, (prompt_length, length, key) in enumerate(zip(prompt_lengths, lengths, keys, strict=True)):
         if key not in prompts:
             prompts[key] = place
-            segments.append(Segment(place, prompt_length))
+            if prompt_length:
+                segments.append(Segment(place, prompt_length))
             tokens.append(torch.arange(prompt_length) + row * width)
             positions.append(torch.arange(prompt_length))
             place += prompt_length
@@ -151,32 +165,63 @@ def make_buckets(segments: Sequence[Segment]) -> tuple[tuple[Bucket, ...], torch
         num_queries, num_seen = max(segment.length for segment in group), max(segment.num_seen for segment in group)
         queries = torch.zeros(len(group), num_queries, dtype=torch.int64)
         seen = torch.zeros(len(group), num_seen, dtype=torch.int64)
-        distances = torch.full((len(group), num_queries, num_seen), -1, dtype=torch.int32)
         for row, segment in enumerate(group):
             own = slice(segment.start, segment.start + segment.length)
             queries[row, : segment.length] = torch.arange(own.start, own.stop)
             restore[own] = torch.arange(segment.length) + place + row * num_queries
             seen[row, : segment.num_seen] = segment.seen()
-            query_positions = segment.prompt_length + torch.arange(num_queries)
-            distances[row, :, : segment.num_seen] = query_positions[:, None] - torch.arange(segment.num_seen)
-        buckets.append(Bucket(queries, seen, distances))
+        buckets.append(Bucket(queries, seen, torch.tensor([segment.prompt_length for segment in group])))
         place += queries.numel()
     return tuple(buckets), restore
 
 
-def hidden_states(decoder: nn.Module, input_ids: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    """Last hidden states of sequences padded on the right, (b, L) -> (b, L, H); in padded positions they mean nothing.
+def split(samples: Sequence[Any], max_tokens: int) -> list[list[Any]]:
+    """Micro-batches of at most `max_tokens` tokens, in order; a prompt counts once for neighbours that share it.
 
-    Padding is on the right and attention is causal, so real tokens never see it: no attention mask is needed.
+    samples: with `num_tokens`, and a `prompt` unless nothing is shared
     """
-    if layout is None:
-        return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-    row = input_ids.flatten()[layout.tokens][None]  # (1, N)
+    micro_batches: list[list[Any]] = []
+    tokens = 0
+    for sample in samples:
+        tokens += sample.num_tokens
+        prompt = getattr(sample, "prompt", None)
+        if prompt is not None and micro_batches and micro_batches[-1][-1].prompt is prompt:
+            tokens -= len(prompt.prompt_ids)
+        if not micro_batches or tokens > max_tokens:
+            micro_batches.append([])
+            tokens = sample.num_tokens
+        micro_batches[-1].append(sample)
+    return micro_batches
+
+
+def layout_of(samples: Sequence[Any]) -> Layout:
+    """The layout of samples as in `split`, padded in this order; those with one and the same `prompt` share it."""
+    prompts = [sample.prompt for sample in samples]
+    lengths = [sample.num_tokens for sample in samples]
+    return make_layout([len(prompt.prompt_ids) for prompt in prompts], lengths, [id(prompt) for prompt in prompts])
+
+
+def hidden_at(
+    decoder: nn.Module, input_ids: torch.Tensor, layout: Layout | None, rows: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """Last hidden states of the tokens at (rows, columns), (N, H), of sequences padded on the right, (b, L).
+
+    Without a layout, or for a model that `attention_for` gave another attention, the sequences go through it padded.
+    Attention is causal, so real tokens never see what is on their right: no attention mask is needed.
+    """
+    if layout is None or decoder.config._attn_implementation != PACKED_ATTENTION:
+        return decoder(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns]
+    row = input_ids.flatten()[layout.tokens][None]  # (1, M)
     output = decoder(input_ids=row, position_ids=layout.position_ids, layout=layout, use_cache=False)
-    return output.last_hidden_state[0][layout.unpack]
+    return output.last_hidden_state[0][layout.unpack[rows, columns]]
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention_for(config: PretrainedConfig, device: Device) -> str:
+    """The `attn_implementation` of a model: `PACKED_ATTENTION` for the kinds that were tried, else the device's own."""
+    return PACKED_ATTENTION if config.model_type in PACKED_MODELS else device.attn_implementation()
 
 
 def packed_attention(

@@ -401,7 +401,8 @@ class Tracker:
             return
         lines: dict[str, Any] = {"steps": step}
         # From the file: a resumed run made its first evaluation, and perhaps its last one, before it was interrupted.
-        evaluations = [row for row in read_metrics(self.run_dir / "metrics.jsonl") if any("eval/" in key for key in row)]
+        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        evaluations = [row for row in rows if any(key.startswith("eval/") for key in row)]
         for key, after in (evaluations[-1] if evaluations else {}).items():
             if key.startswith("eval/") and after is not None:
                 before = evaluations[0].get(key)

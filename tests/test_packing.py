@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from conftest import TINY
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
 
 from common import packing
+from common.data import Prompt
 
 PROMPTS = [[5, 6, 7, 8], [5, 6, 7, 8], [9, 3], [9, 3], [9, 3]]
 LENGTHS = (7, 3, 1, 12, 6)
@@ -23,8 +26,8 @@ SIZES = {
 }  # fmt: skip
 CONFIGS = {
     "qwen3, the embedded model's": lambda: AutoConfig.from_pretrained(TINY / "model"),
-    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral, a window of 4 tokens": lambda: MistralConfig(**SIZES, sliding_window=4),
+    **{kind: partial(AutoConfig.for_model, kind, **SIZES, pad_token_id=0) for kind in packing.PACKED_MODELS},
 }
 
 
@@ -50,12 +53,18 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, packing.Layout]:
     return pad_sequence(rows, batch_first=True), is_real, layout
 
 
+def hidden_states(model: nn.Module, ids: torch.Tensor, layout: packing.Layout | None) -> torch.Tensor:
+    """(b, L, H); in padded positions they mean nothing."""
+    rows, columns = torch.meshgrid(torch.arange(ids.shape[0]), torch.arange(ids.shape[1]), indexing="ij")
+    return packing.hidden_at(model.get_decoder(), ids, layout, rows, columns)
+
+
 def largest_gap(plain: nn.Module, packed: nn.Module, layout: packing.Layout | None) -> tuple[float, float]:
     """Largest difference of log-probs, and of gradients as a share of the largest of their parameter."""
     ids, is_real, _ = batch()
     logprobs = []
     for model, its_layout in ((plain, None), (packed, layout)):
-        hidden = packing.hidden_states(model.get_decoder(), ids, its_layout)
+        hidden = hidden_states(model, ids, its_layout)
         every = model.get_output_embeddings()(hidden).log_softmax(dim=-1)[:, :-1]
         logprobs.append(every.gather(2, ids[:, 1:, None])[..., 0] * is_real[:, 1:])
         (logprobs[-1] * torch.linspace(-1, 1, logprobs[-1].numel()).view_as(logprobs[-1])).sum().backward()
@@ -85,6 +94,35 @@ def test_a_prompt_is_in_the_row_once_for_its_key() -> None:
     assert layout.position_ids[0].tolist()[:14] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 4, 5, 6]
 
 
+def test_sequences_without_a_prompt_see_themselves() -> None:
+    plain, packed = models("llama")
+    ids, is_real, _ = batch()
+    layout = packing.make_layout([0] * len(ids), is_real.sum(dim=1).tolist(), range(len(ids)))
+    assert len(layout.tokens) == is_real.sum()
+    gap = (hidden_states(plain, ids, None) - hidden_states(packed, ids, layout))[is_real].abs().max()
+    assert gap < 1e-5
+
+
+@dataclass
+class Sample:
+    """What `split` looks at."""
+
+    num_tokens: int
+    prompt: Prompt | None = None
+
+
+def test_a_micro_batch_counts_a_prompt_once_for_its_group() -> None:
+    one, two = (Prompt(0, [7] * length, "", None, {}, "rule", []) for length in (4, 2))
+    samples = [Sample(10, one), Sample(5, one), Sample(6, one), Sample(3, two), Sample(9, two)]
+    split = [[sample.num_tokens for sample in part] for part in packing.split(samples, 13)]
+    # 10 + (5 - 4) + (6 - 4) = 13; then 3 + (9 - 2) = 10
+    assert split == [[10, 5, 6], [3, 9]]
+    # At 12 the third of the group comes with the prompt again: 6 + 3 = 9, and 9 + (9 - 2) = 16 is too much.
+    assert [[s.num_tokens for s in part] for part in packing.split(samples, 12)] == [[10, 5], [6, 3], [9]]
+    assert packing.split([], 12) == []
+    assert [len(part) for part in packing.split([Sample(6)] * 5, 12)] == [2, 2, 1]  # nothing is shared
+
+
 def test_every_padded_position_finds_its_token() -> None:
     ids, is_real, layout = batch()
     row = ids.flatten()[layout.tokens]
@@ -103,9 +141,9 @@ def test_a_response_changes_nothing_for_its_neighbours() -> None:
     """The responses of a group see their prompt and themselves, never each other."""
     _, model = models("llama")
     ids, is_real, layout = batch()
-    before = packing.hidden_states(model.get_decoder(), ids, layout)
+    before = hidden_states(model, ids, layout)
     ids[0, 4:] = 1
-    after = packing.hidden_states(model.get_decoder(), ids, layout)
+    after = hidden_states(model, ids, layout)
     assert torch.equal(before[1:][is_real[1:]], after[1:][is_real[1:]])
     assert torch.equal(before[0, :4], after[0, :4])
     assert not torch.allclose(before[0, 4:][is_real[0, 4:]], after[0, 4:][is_real[0, 4:]])

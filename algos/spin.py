@@ -264,8 +264,8 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """Padded tokens of the pair's two rows."""
-        return 2 * max(self.chosen.num_tokens, self.rejected.num_tokens)
+        """Tokens of the prompt and of both responses."""
+        return self.chosen.num_tokens + len(self.rejected.response_ids)
 
 
 @dataclass

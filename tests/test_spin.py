@@ -246,7 +246,7 @@ def test_rows_of_pairs():
     assert batch.input_ids.tolist() == [
         [1, 2, 3, ids, *rest] for ids, *rest in ([5, 0, 0], [8, 9, 0], [6, 7, 0], [4, 0, 0])
     ]
-    assert first.num_tokens == 2 * 6
+    assert first.num_tokens == 3 + 1 + 3  # the prompt goes through the model once
     nothing = collate_pairs([], DEVICE)
     assert nothing.response_mask.tolist() == [[0], [0]]
     assert nothing.ref_logprobs.shape == (2, 1)

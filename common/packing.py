@@ -220,8 +220,13 @@ def hidden_at(
 
 
 def attention_for(config: PretrainedConfig, device: Device) -> str:
-    """The `attn_implementation` of a model: `PACKED_ATTENTION` for the kinds that were tried, else the device's own."""
-    return PACKED_ATTENTION if config.model_type in PACKED_MODELS else device.attn_implementation()
+    """The `attn_implementation` of a model: `PACKED_ATTENTION` for the kinds that were tried, else the device's own.
+
+    On accelerators it takes flash-attn: torch's kernels for masked attention there would store every score.
+    """
+    own = device.attn_implementation()
+    is_fast = not device.is_accelerator or own == "flash_attention_2"
+    return PACKED_ATTENTION if config.model_type in PACKED_MODELS and is_fast else own
 
 
 def packed_attention(

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -185,3 +185,25 @@ def test_flash_attention_gets_the_same_layout(flash_attn: ModuleType, name: str)
 
 def test_without_an_accelerator_torch_attends() -> None:
     assert not packing.has_flash_attention(torch.zeros(1, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_accelerator", "own", "chosen"),
+    [
+        ("qwen3", False, "sdpa", packing.PACKED_ATTENTION),
+        ("qwen3", True, "flash_attention_2", packing.PACKED_ATTENTION),
+        ("qwen3", True, "sdpa", "sdpa"),
+        ("mamba", False, "sdpa", "sdpa"),
+        ("gpt_oss", True, "flash_attention_2", "flash_attention_2"),
+    ],
+)
+def test_models_and_devices_that_take_packed_rows(kind: str, is_accelerator: bool, own: str, chosen: str) -> None:
+    device = SimpleNamespace(is_accelerator=is_accelerator, attn_implementation=lambda: own)
+    assert packing.attention_for(SimpleNamespace(model_type=kind), device) == chosen
+
+
+def test_a_model_with_another_attention_gets_padded_sequences() -> None:
+    plain, _ = models("llama")
+    ids, is_real, layout = batch()
+    expected = hidden_states(plain, ids, None)
+    assert torch.equal(hidden_states(plain, ids, layout)[is_real], expected[is_real])

@@ -65,7 +65,7 @@ TINY = str(Path(__file__).resolve().parents[1] / "assets" / "tiny-arith")
 # A default of None is filled in from here: what suits the embedded model would wreck a pretrained one.
 DEFAULTS = {"steps": 500, "lr": 1e-6, "warmup_steps": 10, "max_response_length": 1024, "eval_every": 20}
 # Differs from algos/grpo.py: the student has a teacher, and is so small that it takes larger steps.
-TINY_DEFAULTS = {"steps": 100, "lr": 1e-3, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
+TINY_DEFAULTS = {"steps": 200, "lr": 1e-3, "warmup_steps": 10, "max_response_length": 48, "eval_every": 10}
 TINY_DEFAULTS |= {"teacher": f"{TINY}/teacher"}
 
 
@@ -135,7 +135,7 @@ class Args:
     # -- optimisation --
     # Differs from algos/grpo.py: another default.
     steps: int | None = None
-    """Rollout batches to train on; default 500, for the embedded task 100."""
+    """Rollout batches to train on; default 500, for the embedded task 200."""
     # Differs from algos/grpo.py: the embedded student is smaller.
     lr: float | None = None
     """Peak learning rate of AdamW; default 1e-6, for the embedded student 1e-3."""

@@ -14,6 +14,7 @@ import argparse
 import functools
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -90,6 +91,11 @@ def spread_rewards(module: ModuleType) -> None:
     module.score = score_and_spread
 
 
+def use_clock() -> None:
+    """Let the phases be timed by the clock that the benchmark has chosen."""
+    launch.time = SimpleNamespace(**vars(time) | {"perf_counter": workload.now})
+
+
 def follow_turns(folder: Path, response_length: int) -> None:
     """Wait before each step; after it, rank 0 writes the seconds of each phase as the script itself logs them."""
 
@@ -132,6 +138,7 @@ def main() -> None:
     else:
         replace_engine(module)
     spread_rewards(module)
+    use_clock()
     follow_turns(mine.folder, mine.max_response_length)
     sys.argv = [str(mine.script), "--max-response-length", str(mine.max_response_length), *rest]
     launch.launch(module.main, module.Args)

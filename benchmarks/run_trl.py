@@ -17,7 +17,6 @@ import argparse
 import functools
 import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,22 +41,22 @@ class Clock:
 
     def start_step(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.start = time.perf_counter()
+        self.start = workload.now()
 
     def time(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def timed(*args: Any, **kwargs: Any) -> Any:
             inside = sum(self.seconds.values())
-            start = time.perf_counter()
+            start = workload.now()
             result = method(*args, **kwargs)
-            spent = time.perf_counter() - start - (sum(self.seconds.values()) - inside)
+            spent = workload.now() - start - (sum(self.seconds.values()) - inside)
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
             return result
 
         return timed
 
     def record(self) -> dict[str, float]:
-        step = time.perf_counter() - self.start
+        step = workload.now() - self.start
         seconds = {"logprobs": 0.0, "sync": 0.0} | self.seconds
         return seconds | {"update": step - sum(seconds.values()), "step": step}
 

@@ -104,7 +104,8 @@ def main(args: Args) -> None:
     hardware = first["hardware"]
     for name, record in results.items():
         shape = record.get("shape") or record["figures"]["shape"]
-        print(f"{name}: {shape} tokens, {record['args']['dtype']}, {record['date']}, load {record['load_average']:.1f}")
+        clock = f"{record['clock']} time, load {record['load_average']:.1f}"
+        print(f"{name}: {shape} tokens, {record['args']['dtype']}, {clock}, {record['date']}")
     print(f"{hardware['cpus']} x {hardware['cpu']} ({hardware.get('instructions', hardware.get('accelerator'))})")
     if "limits" in results and not hardware.get("bf16_instructions", True):
         rates = {name: results["limits"]["figures"][f"matmul_{name}_flops"] / 1e9 for name in ("fp32", "bf16")}

@@ -65,6 +65,8 @@ class Args:
     """Also vary these, one at a time."""
     script_args: tuple[str, ...] = ()
     """More arguments for the script, for example --script-args=--gradient-checkpointing."""
+    clock: Literal["wall", "processor"] = "wall"
+    """processor: seconds of one thread on a processor instead, for a machine that is shared with others."""
     out: str = "benchmarks/results/throughput/throughput.json"
     """Where the figures go; "" writes none."""
 
@@ -75,7 +77,7 @@ def shape_of(args: Args) -> Shape:
 
 def threads_of(args: Args) -> int:
     """Threads of each rank."""
-    return args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
+    return args.threads or workload.threads_for(args.clock, args.ranks)
 
 
 def script_command(args: Args, folder: Path) -> list[str]:
@@ -177,6 +179,9 @@ def show_scan(dimension: Dimension, runs: list[Args], results: list[dict[str, An
 def main(args: Args) -> None:
     device = get_device()
     workload.check_model(args.model)
+    os.environ[workload.CLOCK] = args.clock
+    if args.clock == "processor":
+        torch.set_num_threads(1)
     launch.require((ROOT / args.script).is_file(), f"--script {args.script}: no such file")
     launch.require(args.prompts % args.ranks == 0, f"--prompts {args.prompts} do not go to --ranks {args.ranks} evenly")
     if args.dtype == "auto":

@@ -53,6 +53,8 @@ class Args:
     """Steps of which the median is taken, after one that is not counted."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass, on both sides. TRL does so by default."""
+    clock: Literal["wall", "processor"] = "wall"
+    """processor: seconds of one thread on a processor instead, for a machine that is shared with others."""
     out: str = "benchmarks/results/throughput/vs_trl.json"
     """Where the figures go; "" writes none."""
 
@@ -131,7 +133,8 @@ def main(args: Args) -> None:
     )
     if args.dtype == "auto":
         args.dtype = "bf16" if device.default_dtype() == torch.bfloat16 else "fp32"
-    threads = os.cpu_count() or 1
+    os.environ[workload.CLOCK] = args.clock
+    threads = workload.threads_for(args.clock)
     results = {}
     for engine in args.engines:
         results[engine] = compare(args, engine, threads)

@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("rollout", "rewards", "logprobs", "update", "sync", "step")
 """What a step is made of, and the step itself, which has a little more than its phases."""
 
+CLOCK = "SOLORL_BENCHMARK_CLOCK"
+"""Environment variable that tells a side which clock to use: `wall` or `processor`."""
+
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana")
 MAX_PROMPT_LENGTH = 128
 
@@ -118,6 +121,19 @@ def model_flops(counts: tuple[int, int], *, tokens: float, response_tokens: floa
     """Floating-point operations of forward and backward: 6 x parameters x tokens, the head for response tokens only."""
     body, head = counts
     return 6.0 * (body * tokens + head * response_tokens)
+
+
+# -- the clock --------------------------------------------------------------------------------------------------------
+
+
+def now() -> float:
+    """Seconds of the chosen clock: of the wall, or of this process's time on a processor, its waiting left out."""
+    return time.process_time() if os.environ.get(CLOCK) == "processor" else time.perf_counter()
+
+
+def threads_for(clock: str, ranks: int = 1) -> int:
+    """Threads of each rank: the processors shared out. Processor time is that of one thread, or it would add up."""
+    return 1 if clock == "processor" else max(1, (os.cpu_count() or 1) // ranks)
 
 
 # -- running a side, step by step -------------------------------------------------------------------------------------
@@ -223,6 +239,7 @@ def write_results(path: str, args: Any, device: Device, figures: dict[str, Any])
         "date": time.strftime("%Y-%m-%d"),
         "command": ["python", *(os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:])],
         "args": asdict(args),
+        "clock": os.environ.get(CLOCK, "wall"),
         "load_average": os.getloadavg()[0],
         "versions": tracking.versions(__file__),
         "hardware": hardware(device),

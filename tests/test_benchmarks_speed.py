@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -12,7 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import tyro
-from conftest import ROOT, TINY, run_script, succeeded
+from conftest import ROOT, TINY, environment, run_script, succeeded
+from transformers import AutoModelForCausalLM
 
 from common.device import get_device
 from common.launch import UserError
@@ -38,8 +40,6 @@ def test_prompts_differ_and_are_about_equally_long() -> None:
 def test_the_head_is_counted_for_response_tokens_only(tied_model: Path, untied_model: Path) -> None:
     body, head = workload.parameter_counts(str(tied_model))
     assert (body, head) == workload.parameter_counts(str(untied_model))  # looking tokens up is no arithmetic
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(tied_model)
     assert body + head == sum(p.numel() for p in model.parameters())
     assert workload.model_flops((10, 3), tokens=5, response_tokens=2) == 6 * (10 * 5 + 3 * 2)
@@ -90,6 +90,18 @@ def test_a_side_is_ended_when_the_benchmark_fails(tmp_path: Path) -> None:
     assert sleeping.process.returncode is not None and time.monotonic() - start < 30
 
 
+def test_processor_time_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(workload.CLOCK, "processor")
+    start = workload.now()
+    time.sleep(0.3)
+    assert workload.now() - start < 0.2
+    assert workload.threads_for("processor") == 1
+    monkeypatch.setenv(workload.CLOCK, "wall")
+    start = workload.now()
+    time.sleep(0.3)
+    assert workload.now() - start >= 0.3
+
+
 # -- what the sides run -----------------------------------------------------------------------------------------------
 
 
@@ -127,10 +139,6 @@ def test_the_update_is_measured_without_the_engine(tmp_path: Path) -> None:
     flags = ["--no-engine", "--model", MODEL, "--prompts", "2", "--group-size", "2", "--response-length", "8"]
     flags += ["--steps", "1", "--threads", "1", "--out", out]
     command = [sys.executable, ROOT / "benchmarks" / "throughput.py", *flags]
-    import subprocess
-
-    from conftest import environment
-
     paths = f"{tmp_path}:{ROOT}"
     run = subprocess.run(
         list(map(str, command)),
@@ -236,7 +244,7 @@ def results(**changes: float) -> dict:
     figures = {"update_utilisation": 0.5, "rollout": 10.0, "sync": 1.4} | changes
     ranks = [{"ranks": 1, "step": 10.0}, {"ranks": 2, "step": changes.get("two_ranks", 11.0)}]
     about = {
-        "date": "2026-01-01", "load_average": 0.5, "args": {"dtype": "fp32"},
+        "date": "2026-01-01", "clock": "wall", "load_average": 0.5, "args": {"dtype": "fp32"},
         "hardware": {"cpus": 2, "cpu": "a processor", "instructions": "AVX2", "bf16_instructions": False},
     }  # fmt: skip
     return {

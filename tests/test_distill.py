@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY
+from safetensors import safe_open
 
 from algos.distill import Args, compare, compute_advantages, compute_divergence, compute_loss, keep_top
-from common import teachers
+from common import memory, teachers
 from common.launch import UserError
 from common.logprobs import HeadLogprobs, compare_heads
 
@@ -428,9 +429,26 @@ def test_the_fingerprint_tells_teachers_apart(teacher_folder):
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_dry_run_counts_the_teacher(capsys):
-    settings = Args(teacher=str(TINY / "model"), dtype="bf16", dry_run=2, max_response_length=48, steps=1)
-    text = teachers.memory_table(settings)
-    rows = {line[:60].strip().rsplit("  ", 1)[0].strip(): line for line in text.splitlines()}
-    assert any(name.startswith("teacher (sharded)") for name in rows)
-    assert any(name.startswith("teacher: embedding and head gathered") for name in rows)
+def test_the_dry_run_counts_the_teacher(monkeypatch):
+    """The teacher by its own size, which is not the student's: 344,736 parameters in bf16 over 2 ranks."""
+    counted = {}
+    monkeypatch.setattr(memory, "table", lambda args, *, ranks, frozen_models, others: counted.update(others) or "")
+    settings = Args(teacher=str(TINY / "teacher"), dtype="bf16", dry_run=2, max_response_length=48, steps=1)
+    teachers.memory_table(settings)
+    with safe_open(TINY / "teacher" / "model.safetensors", "pt") as file:
+        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    assert counted["teacher (sharded)"] == 2 * parameters / 2
+    assert counted["teacher: embedding and head gathered"] == 2 * (128 * 96 + 96)  # tied, and the last norm
+    assert counted["teacher: logits, and their comparison"] == 4 * 4 * 1024 * 128
+
+
+def test_the_table_shows_what_is_there_beside_the_trained_model():
+    settings = Args(teacher=str(TINY / "teacher"), dtype="bf16", dry_run=2, max_response_length=48, steps=1)
+    plain = memory.table(settings, ranks=2, frozen_models=0)
+    more = memory.table(settings, ranks=2, frozen_models=0, others={"teacher (sharded)": 2**30, "its layers": 2**30})
+
+    def total(text: str, name: str) -> float:
+        return next(float(line.removeprefix(f"  {name}").split()[0]) for line in text.splitlines() if name in line)
+
+    for name, added in (("while sampling", 1.0), ("while training, the engine awake (CPU)", 2.0)):
+        assert total(more, name) - total(plain, name) == pytest.approx(added, abs=2e-3)

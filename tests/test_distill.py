@@ -430,7 +430,7 @@ def test_the_fingerprint_tells_teachers_apart(teacher_folder):
 
 
 def test_the_dry_run_counts_the_teacher(monkeypatch):
-    """The teacher by its own size, which is not the student's: 344,736 parameters in bf16 over 2 ranks."""
+    """The teacher by its own size, which is not the student's: 344,928 parameters in bf16 over 2 ranks."""
     counted = {}
     monkeypatch.setattr(memory, "table", lambda args, *, ranks, frozen_models, others: counted.update(others) or "")
     settings = Args(teacher=str(TINY / "teacher"), dtype="bf16", dry_run=2, max_response_length=48, steps=1)

@@ -134,7 +134,7 @@ def scan_values(dimension: Dimension, args: Args) -> list[Args]:
     if dimension == "ranks":
         processors = torch.cuda.device_count() if get_device().is_accelerator else os.cpu_count() or 1
         counts = [2**i for i in range(processors.bit_length()) if args.prompts % 2**i == 0]
-        return [replace(args, ranks=count, threads=None) for count in counts]
+        return [replace(args, ranks=count, threads=workload.threads_for(args.clock, count)) for count in counts]
     lengths = [64 * 2**i for i in range(6)]
     budget = args.prompts * args.response_length
     return [
@@ -191,19 +191,29 @@ def main(args: Args) -> None:
     shapes = limits.matmul_shapes(args.model, min(args.micro_batch_tokens, 16 * longest), device)
     peak = limits.matmul_rate(shapes, limits.DTYPES[args.dtype], repeats=5, device=device)
     peak *= args.ranks if device.is_accelerator else 1
-    figures = add_rates(measure(args)[0], args, counts, peak)
-    show(figures, args)
+    args.threads = threads_of(args)
+    known: dict[str, dict[str, Any]] = {}  # figures by arguments, so that no run is measured twice
+
+    def measure_new(runs: list[Args], *, in_turns: bool) -> None:
+        new = list({str(run): run for run in runs if str(run) not in known}.values())
+        measured = measure(*new) if in_turns else [measure(run)[0] for run in new]
+        for run, result in zip(new, measured, strict=True):
+            known[str(run)] = add_rates(result, run, counts, peak)
+
+    measure_new([args, *(scan_values("ranks", args) if "ranks" in args.scan else [])], in_turns=True)
+    show(known[str(args)], args)
     scans = {}
     for dimension in args.scan:
         runs = scan_values(dimension, args)
-        measured = measure(*runs) if dimension == "ranks" else [measure(run)[0] for run in runs]
-        results = [add_rates(result, run, counts, peak) for run, result in zip(runs, measured, strict=True)]
+        measure_new(runs, in_turns=False)
+        results = [known[str(run)] for run in runs]
         show_scan(dimension, runs, results)
         field = dimension.replace("-", "_")
         scans[dimension] = [
             {field: getattr(run, field), "shape": str(shape_of(run))} | result
             for run, result in zip(runs, results, strict=True)
         ]
+    figures = known[str(args)]
     written = {"matmul_flops": peak, "shape": str(shape_of(args)), "figures": figures, "scans": scans}
     workload.write_results(args.out, args, device, written)
 

@@ -98,7 +98,8 @@ def compare(args: Args, engine: Engine, threads: int) -> dict[str, Any]:
 def ratios(result: dict[str, Any]) -> dict[str, float]:
     """How many times as long TRL takes as SoloRL, by phase; its peak memory likewise."""
     ours, theirs = result["solorl"], result["trl"]
-    names = [name for name in (*PHASES, "peak_memory_gib") if ours.get(name) and theirs.get(name)]
+    # What takes no time, as a phase that one side does not have, has no ratio.
+    names = [name for name in (*PHASES, "peak_memory_gib") if min(ours.get(name, 0.0), theirs.get(name, 0.0)) > 1e-3]
     return {name: theirs[name] / ours[name] for name in names}
 
 

@@ -166,7 +166,10 @@ class Side:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = folder / "log.txt"
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            # A session of its own: where the scheduler shares the processor among sessions, all sides get as much.
+            self.process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def __enter__(self) -> "Side":
         return self

@@ -20,8 +20,8 @@ from common.device import get_device
 from common.launch import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-limits, run_trl, targets, throughput, workload = (
-    importlib.import_module(name) for name in ("limits", "run_trl", "targets", "throughput", "workload")
+limits, run_trl, targets, throughput, vs_trl, workload = (
+    importlib.import_module(name) for name in ("limits", "run_trl", "targets", "throughput", "vs_trl", "workload")
 )
 run_script_py: ModuleType = importlib.import_module("run_script")
 MODEL = str(TINY / "model")
@@ -227,6 +227,12 @@ def test_a_missing_trl_is_named_with_the_command() -> None:
     assert run.returncode != 0 and "--trl-python nowhere/python: not found; `make bench` makes it" in run.stderr
 
 
+def test_a_phase_that_one_side_does_not_have_has_no_ratio() -> None:
+    solorl = {"update": 2.0, "logprobs": 1e-5, "sync": 0.5, "peak_memory_gib": 1.0}
+    trl = {"update": 5.0, "logprobs": 1.0, "sync": 0.0, "peak_memory_gib": 3.0}
+    assert vs_trl.ratios({"solorl": solorl, "trl": trl}) == {"update": 2.5, "peak_memory_gib": 3.0}
+
+
 # -- the targets ------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +247,7 @@ def results(**changes: float) -> dict:
         "shape": "8 x 8 x 64",
     }
     limit_figures |= {"matmul_fp32_flops": 1.6e11, "matmul_bf16_flops": 1e10}
-    figures = {"update_utilisation": 0.5, "rollout": 10.0, "sync": 1.4} | changes
+    figures = {"update_flops_per_s": 0.5 * 1.6e11, "rollout": 10.0, "sync": 1.4} | changes
     ranks = [{"ranks": 1, "step": 10.0}, {"ranks": 2, "step": changes.get("two_ranks", 11.0)}]
     about = {
         "date": "2026-01-01", "clock": "wall", "load_average": 0.5, "args": {"dtype": "fp32"},
@@ -249,7 +255,8 @@ def results(**changes: float) -> dict:
     }  # fmt: skip
     return {
         "limits": about | {"figures": limit_figures},
-        "throughput": about | {"shape": "8 x 8 x 64", "figures": figures, "scans": {"ranks": ranks}},
+        "throughput": about
+        | {"shape": "8 x 8 x 64", "matmul_flops": 1.5e11, "figures": figures, "scans": {"ranks": ranks}},
         "vs_trl": about
         | {"shape": "8 x 8 x 64", "results": {name: {"ratios": ratios} for name in ("transformers", "vllm")}},
     }
@@ -270,7 +277,7 @@ def test_targets_that_are_reached() -> None:
         ({"step": 2.5}, ["step, times as fast as TRL with transformers"]),
         ({"step": 1.9}, ["step, times as fast as TRL with transformers", "step, times as fast as TRL with vLLM"]),
         ({"peak_memory_gib": 1.6}, ["peak memory, share of TRL's with vLLM"]),
-        ({"update_utilisation": 0.39}, ["update, share of the matmul rate"]),
+        ({"update_flops_per_s": 0.39 * 1.6e11}, ["update, share of the matmul rate"]),
         ({"rollout": 10.2}, ["rollout, share of bare llm.generate's rate"]),
         ({"sync": 1.51}, ["sync: two copies and the engine's reload"]),
         ({"two_ranks": 11.6}, ["step of 2 ranks, times that of 1"]),

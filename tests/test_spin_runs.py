@@ -113,37 +113,42 @@ def test_the_samples_show_both_sides(two_ranks):
         assert row["rejected"]
 
 
-def test_resumed_within_an_iteration_it_is_the_same_run_bit_for_bit(two_ranks, arguments, tmp_path):
-    """After step 3 policy and opponent differ, and both from the start."""
-    copy = tmp_path / "copy"
+@pytest.fixture(scope="module")
+def resumed(two_ranks, arguments, folder) -> Path:
+    """The same run up to step 3, within an iteration, and gone on with from there, to one iteration more."""
+    copy = folder / "copy"
     shutil.copytree(two_ranks, copy)
     for name in ("checkpoints/step_4", "hf"):
         shutil.rmtree(copy / name)
-    again = (*arguments, "--iterations", 2, "--resume", "--run-dir", copy)
+    again = (*arguments, "--iterations", 3, "--resume", "--no-export", "--run-dir", copy)
     assert "resumed after step 3" in succeeded(run_script("algos/spin.py", *again, nproc=2)).stdout
-    assert metrics_of(copy) == metrics_of(two_ranks)
-    assert samples_of(copy) == samples_of(two_ranks)
-    assert (copy / "hf/model.safetensors").read_bytes() == (two_ranks / "hf/model.safetensors").read_bytes()
-    assert weights(copy, 4, "opponent").equal(weights(two_ranks, 4, "opponent"))
+    return copy
 
 
-def test_one_rank_does_the_same_and_one_more_iteration_can_be_added(two_ranks, arguments, tmp_path):
-    """One iteration on 1 rank; then the second one, which the first command had not asked for."""
-    shared = (*arguments, "--no-export", "--run-dir", tmp_path / "one")
-    succeeded(run_script("algos/spin.py", *shared, "--iterations", 1))
-    shutil.rmtree(tmp_path / "one" / "checkpoints" / "step_1")
+def test_a_resumed_run_is_the_same_bit_for_bit(two_ranks, resumed):
+    """After step 3 policy and opponent differ, and both from the start."""
+    assert [row for row in metrics_of(resumed) if row["step"] <= 4] == metrics_of(two_ranks)
+    assert [row for row in samples_of(resumed) if row["step"] <= 4] == samples_of(two_ranks)
+    for module in ("policy", "opponent"):
+        assert weights(resumed, 4, module).equal(weights(two_ranks, 4, module))
+
+
+def test_an_iteration_can_be_added(resumed):
+    rows = steps_of(resumed)
+    assert [row["iteration"] for row in rows] == [0, 0, 1, 1, 2, 2]
+    assert rows[4]["loss"] == pytest.approx(LN_2, abs=1e-6)
+    assert weights(resumed, 6, "opponent").equal(weights(resumed, 4, "policy"))
+
+
+def test_one_rank_does_the_same(two_ranks, arguments, tmp_path):
+    shared = (*arguments, "--iterations", 1, "--no-export", "--run-dir", tmp_path / "one")
+    succeeded(run_script("algos/spin.py", *shared))
     one, two = metrics_of(tmp_path / "one"), metrics_of(two_ranks)
     assert [row["step"] for row in one] == [0, 1, 1, 2, 2]
     for mine, theirs in zip(one, two, strict=False):
         assert set(mine) == set(theirs)
         for name in mine:
             assert mine[name] == pytest.approx(theirs[name], rel=5e-3, abs=2e-4), (mine["step"], name)
-    run = succeeded(run_script("algos/spin.py", *shared, "--iterations", 2, "--resume"))
-    assert "resumed after step 2" in run.stdout
-    third = steps_of(tmp_path / "one")[2]
-    assert third["iteration"] == 1
-    assert third["loss"] == pytest.approx(LN_2, abs=1e-6)
-    assert weights(tmp_path / "one", 3, "opponent").equal(weights(tmp_path / "one", 2, "policy"))
 
 
 REWARD = '''

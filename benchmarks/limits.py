@@ -163,7 +163,9 @@ def kv_bytes(args: Args, shape: Shape) -> int:
 
 def load_model(args: Args, device: Device) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     attention = device.attn_implementation()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype], attn_implementation=attention)
     return model.to(device.torch_device)

@@ -18,6 +18,7 @@ lengths from 64 to 2048 keep the number of response tokens, with fewer prompts. 
 
 import contextlib
 import os
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -63,8 +64,8 @@ class Args:
     """Steps of which the median is taken, after one that is not counted."""
     scan: tuple[Dimension, ...] = ()
     """Also vary these, one at a time."""
-    script_args: tuple[str, ...] = ()
-    """More arguments for the script, for example --script-args=--gradient-checkpointing."""
+    script_args: str = ""
+    """More arguments for the script: --script-args="--gradient-checkpointing --logits-chunk-rows 256"."""
     clock: Literal["wall", "processor"] = "wall"
     """processor: seconds of one thread on a processor instead, for a machine that is shared with others."""
     out: str = "benchmarks/results/throughput/throughput.json"
@@ -93,7 +94,7 @@ def script_command(args: Args, folder: Path) -> list[str]:
         "warmup-steps": 0, "eval-every": 0, "run-dir": folder / "run",
     }  # fmt: skip
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    flags += ["--no-export", *(["--engine"] if args.engine else []), *args.script_args]
+    flags += ["--no-export", *(["--engine"] if args.engine else []), *shlex.split(args.script_args)]
     return [sys.executable, *launcher, str(ROOT / "benchmarks" / "run_script.py"), *flags]
 
 

@@ -65,7 +65,7 @@ def solorl_side(args: Args, folder: Path, threads: int) -> Side:
     settings = throughput.Args(
         model=args.model, prompts=args.prompts, group_size=args.group_size, response_length=args.response_length,
         dtype=args.dtype, micro_batch_tokens=args.micro_batch_sequences * longest, steps=args.steps, threads=threads,
-        script_args=("--gradient-checkpointing",) if args.gradient_checkpointing else (),
+        script_args="--gradient-checkpointing" * args.gradient_checkpointing,
     )  # fmt: skip
     return Side("SoloRL", throughput.script_command(settings, folder), folder, threads=threads)
 

@@ -108,7 +108,7 @@ def test_processor_time_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("script", ["grpo", "rloo", "remax", "gspo", "ppo"])
 def test_the_scripts_know_the_flags(script: str, tmp_path: Path) -> None:
     module = importlib.import_module(f"algos.{script}")
-    args = throughput.Args(script=f"algos/{script}.py", model=MODEL, dtype="fp32", script_args=("--kl-coef", "0.1"))
+    args = throughput.Args(script=f"algos/{script}.py", model=MODEL, dtype="fp32", script_args="--kl-coef 0.1")
     command = throughput.script_command(args, tmp_path)
     flags = command[command.index(str(ROOT / "benchmarks" / "run_script.py")) + 1 :]
     own = {"--script", "--folder"}

@@ -215,7 +215,6 @@ def score(scorer: rewards.Scorer, prompts: Sequence[data.Prompt], responses: Seq
         [response.text for _, response in pairs],
         [prompt.ground_truth for prompt, _ in pairs],
         [prompt.extra_info for prompt, _ in pairs],
-        [response.num_tokens for _, response in pairs],
     )
     for (_, response), value in zip(pairs, values, strict=True):
         response.reward = value

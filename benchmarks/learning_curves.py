@@ -64,7 +64,7 @@ EXPERIMENTS = (
         needs=("reward_model",),
     ),
     Experiment("spin", "spin", "start"),
-    Experiment("distill", "distill", "teacher", ("--teacher", "{grpo}/hf", "--steps", "100"), needs=("grpo",)),
+    Experiment("distill", "distill", "teacher", ("--teacher", "{grpo}/hf", "--steps", "150"), needs=("grpo",)),
 )
 
 

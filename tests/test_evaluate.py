@@ -171,9 +171,10 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     settings = ["--limit", 24, "--samples", 4, "--max-response-length", 48, "--max-prompt-length", 64]
     run = run_script("benchmarks/evaluate.py", *settings, "--dtype", "fp32", "--out-dir", folder / "out", nproc=2)
+    succeeded(run)
     results = json.loads((folder / "out" / "results.json").read_text())
     lines = (folder / "out" / "responses.jsonl").read_text().splitlines()
-    return succeeded(run).stdout, results, [json.loads(line) for line in lines]
+    return run.stdout, results, [json.loads(line) for line in lines]
 
 
 def test_the_numbers_follow_from_the_responses_that_were_written(outcome):

@@ -189,7 +189,7 @@ def test_bad_numbers_and_rewards_that_never_return(tmp_path):
         assert of[3] != of[2]
         assert of[3] == of[4] == of[5] == of[6]  # NaN losses
         assert "nan" not in "".join(of)
-    assert re.search(r"step 2: update skipped, .*: row \d+ \(rank 1\): reward, advantage; row", output)
+    assert re.search(r"step 2: update skipped, .*: row \d+ \(rank 1\): score, reward, advantage; row", output)
     assert "3 updates in a row were skipped (--max-bad-updates)" in root_cause(output)
 
     rows = metrics_of(run_dir)
@@ -197,7 +197,7 @@ def test_bad_numbers_and_rewards_that_never_return(tmp_path):
     assert sum(row["rewards/timeouts"] for row in rows) > 0
     assert all(row["rewards/length"] == pytest.approx(row["response_length"], rel=0.5) for row in rows)  # not a sum
     logged = [(row["rank"], row["bad"]) for row in samples_of(run_dir) if row["step"] == 2 and "bad" in row]
-    assert logged == [(1, "reward, advantage"), *[(1, "advantage")] * 3]  # the NaN, and the group that it spoils
+    assert logged == [(1, "score, reward, advantage"), *[(1, "advantage")] * 3]  # the NaN, and the group that it spoils
 
 
 # -- two runs at once -------------------------------------------------------------------------------------------------

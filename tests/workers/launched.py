@@ -5,6 +5,7 @@ A loop of the phases of a step, each with a collective, as in the scripts but wi
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -56,10 +57,10 @@ def main(args: Args) -> None:
         if step == 2 and args.fault == "hang between phases" and rank == args.rank:
             time.sleep(1000)
         if rank == 0:
-            print(f"step {step}", flush=True)
+            sys.stdout.write(f"step {step}\n")  # in one write: print's second one may come after another rank's line
         if launch.stop_requested(device):
             if rank == 0:
-                print(f"saved at step {step}", flush=True)
+                sys.stdout.write(f"saved at step {step}\n")
             break
 
 

@@ -80,7 +80,8 @@ def make_bad_numbers() -> None:
             tensors = [p.detach().to_local() for p in model.parameters()]
             tensors += [v.to_local() for state in optimizer.state.values() for k, v in state.items() if k != "step"]
             total = sum(t.double().abs().sum() for t in tensors)
-            print(f"checksum {RANK} {updates[0]} {float(total):.17g}", flush=True)
+            # One write: print gives the end of the line a second one, and the other rank's line may come between.
+            sys.stdout.write(f"checksum {RANK} {updates[0]} {float(total):.17g}\n")
             updates[0] += 1
 
     Scorer.__call__, optim.Updates.watch, optim.Updates.apply = score, watch_bad, apply_bad

@@ -138,15 +138,19 @@ def test_an_engine_that_fails_on_one_rank_ends_the_run_and_is_shown_last(tmp_pat
 # -- bad numbers ------------------------------------------------------------------------------------------------------
 
 
-PHASES = ["set-up", "evaluate", "rollout", "rewards", "logprobs", "update", "sync", "save"]
+PHASES = {
+    "set-up", "evaluate", "logprobs", "update", "sync", "save",
+    "rollout",  # fails in test_an_engine_that_fails_on_one_rank_ends_the_run_and_is_shown_last
+    "rewards",  # fails in test_runs.py, test_an_error_on_one_rank_ends_all_of_them
+}  # fmt: skip
 
 
 def test_every_phase_of_a_step_is_tried():
     """`PHASES` are those that the script has."""
-    assert set(re.findall(r'phases\("(.+?)"\)', (ROOT / "algos" / "grpo.py").read_text())) == set(PHASES)
+    assert set(re.findall(r'phases\("(.+?)"\)', (ROOT / "algos" / "grpo.py").read_text())) == PHASES
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", sorted(PHASES - {"rollout", "rewards"}))
 def test_a_rank_that_fails_in_any_phase_ends_the_run_and_is_shown_last(phase, tmp_path):
     arguments = (*RUN, "--steps", 3, "--eval-every", 1, "--run-dir", tmp_path / "run")
     process = subprocess.Popen(

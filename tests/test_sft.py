@@ -42,20 +42,25 @@ def test_an_empty_micro_batch_counts_for_nothing():
     assert batch.response_mask.sum() == 0
 
 
-SMALL = ("--steps", 4, "--batch-size", 8, "--save-every", 2, "--test-files", TINY / "sft.parquet", "--eval-every", 4)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> tuple:
+    """Arguments of the runs here; evaluation takes as many tokens as training."""
+    path = tmp_path_factory.mktemp("data") / "test.parquet"
+    pq.write_table(pq.read_table(TINY / "sft.parquet").slice(0, 64), path)
+    return "--steps", 4, "--batch-size", 8, "--save-every", 2, "--test-files", path, "--eval-every", 4
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Path:
+def two_ranks(small, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("sft") / "run"
-    run = succeeded(run_script("algos/sft.py", *SMALL, "--run-dir", run_dir, nproc=2))
+    run = succeeded(run_script("algos/sft.py", *small, "--run-dir", run_dir, nproc=2))
     assert run.stderr.strip() == ""
     return run_dir
 
 
-def test_one_rank_with_small_micro_batches_learns_the_same(two_ranks, tmp_path):
+def test_one_rank_with_small_micro_batches_learns_the_same(small, two_ranks, tmp_path):
     arguments = ("--micro-batch-tokens", 256, "--max-length", 64, "--run-dir", tmp_path / "r")
-    succeeded(run_script("algos/sft.py", *SMALL, *arguments, nproc=1))
+    succeeded(run_script("algos/sft.py", *small, *arguments, nproc=1))
     here, there = metrics_of(tmp_path / "r"), metrics_of(two_ranks)
     assert [row["step"] for row in here] == [row["step"] for row in there] == [0, 1, 2, 3, 4, 4]
     for a, b in zip(here, there, strict=True):
@@ -63,11 +68,11 @@ def test_one_rank_with_small_micro_batches_learns_the_same(two_ranks, tmp_path):
             assert a.get(key) == pytest.approx(b.get(key), abs=1e-4), (a["step"], key)
 
 
-def test_resumed_it_is_the_same_run(two_ranks, tmp_path):
+def test_resumed_it_is_the_same_run(small, two_ranks, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(two_ranks, copy)
     shutil.rmtree(copy / "checkpoints" / "step_4")
-    succeeded(run_script("algos/sft.py", *SMALL, "--resume", "--run-dir", copy, nproc=2))
+    succeeded(run_script("algos/sft.py", *small, "--resume", "--run-dir", copy, nproc=2))
     assert metrics_of(copy) == metrics_of(two_ranks)
 
 

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -80,6 +81,8 @@ class Args:
     """Where the runs are kept. A finished run in it is used again."""
     out_dir: Path = ROOT / "benchmarks" / "results"
     """Where table, figures and picture go."""
+    note: str = ""
+    """A sentence on how these figures came about, for learning_curves.md."""
     extra: tuple[str, ...] = ()
     """Further arguments for every run, for example --extra=--steps --extra=10 for a trial."""
 
@@ -263,18 +266,21 @@ def write(results: dict[str, list[Result]], args: Args) -> None:
     plot(results, args.out_dir / "learning_curves.png")
     facts = versions()
     commands = {name: " ".join(command_of(runs[0].experiment, 1, args)) for name, runs in results.items()}
-    commands = {name: text.replace(f"{ROOT}/", "") for name, text in commands.items()}
+    shorter = {str(args.runs_dir): "runs/learning_curves", f"{ROOT}/": ""}
+    for long, short in shorter.items():
+        commands = {name: text.replace(long, short) for name, text in commands.items()}
     rows: dict[str, Any] = {
         name: [{k: getattr(run, k) for k in ("seed", "steps", "accuracy", "length", "seconds", "bar")} for run in runs]
         for name, runs in results.items()
     }
     report = {"date": str(date.today()), "cores": os.cpu_count(), "versions": facts, "commands": commands, "runs": rows}
     (args.out_dir / "learning_curves.json").write_text(json.dumps(report, indent=1) + "\n")
+    only = f" --only {' '.join(shlex.quote(name) for name in results)}" if len(results) < len(EXPERIMENTS) else ""
     typed = "\n".join(f"    {text}" for text in commands.values())
     said = ", ".join(f"{name} {version}" for name, version in facts.items())
     (args.out_dir / "learning_curves.md").write_text(
         "# Learning curves on the embedded task\n\n"
-        "    python benchmarks/learning_curves.py\n\n"
+        f"    python benchmarks/learning_curves.py{only}\n\n"
         f"{table(results)}\n\n"
         "Accuracy is the share of right answers to 512 held-out sums, one response each at temperature 1; for the\n"
         "reward model, the share of 512 held-out pairs whose better response it scores higher. `before` is a mean\n"
@@ -282,6 +288,7 @@ def write(results: dict[str, list[Result]], args: Args) -> None:
         "![curves](learning_curves.png)\n\n"
         f"The runs, here with seed 1; every evaluation of every run is in `learning_curves.json`:\n\n{typed}\n\n"
         f"{date.today()}; {said}; fp32, {args.nproc} ranks of one thread each on {os.cpu_count()} CPU cores.\n"
+        + (f"\n{args.note}\n" if args.note else "")
     )
 
 

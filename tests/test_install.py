@@ -311,7 +311,7 @@ def picked(machine: Path, *arguments: str) -> str:
 def test_help_lists_every_target(machine: Path) -> None:
     run = make(machine)
     assert run.returncode == 0 and run.stderr == ""
-    for target in ("demo", "test", "lint", "bench", "help", "install", "clean"):
+    for target in ("demo", "test", "lint", "bench", "soak", "help", "install", "clean"):
         assert re.search(rf"^  make {target} +\w", run.stdout, re.MULTILINE), target
     assert max(map(len, run.stdout.splitlines())) <= 100
 

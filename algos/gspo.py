@@ -471,12 +471,12 @@ def rollout(
     ]  # fmt: skip
 
 
-def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
+def make_micro_batches(model: nn.Module, samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches for which the model computes at most `max_tokens` tokens.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches = packing.split(samples, max_tokens)
+    micro_batches = packing.split(samples, max_tokens, is_packed=packing.is_packed(model))
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -677,7 +677,7 @@ def main(args: Args) -> None:
         passes += [("ref_logprobs", ref_model)] if ref_model is not None else []
         with phases("logprobs"), torch.no_grad():
             for name, scoring_model in passes:
-                for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
+                for micro_batch in make_micro_batches(scoring_model, samples, args.micro_batch_tokens, device):
                     logprobs, _ = compute_logprobs(scoring_model, collate(micro_batch, device), args)
                     for sample, row in zip(micro_batch, logprobs, strict=False):
                         setattr(sample, name, row[: len(sample.response_ids)])
@@ -690,7 +690,7 @@ def main(args: Args) -> None:
             for minibatch in minibatches * args.epochs:
                 counts = {"num_tokens": sum(len(s.response_ids) for s in minibatch), "num_sequences": len(minibatch)}
                 counts = launch.all_reduce_sums(counts, device)
-                micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
+                micro_batches = make_micro_batches(model, minibatch, args.micro_batch_tokens, device)
                 for i, micro_batch in enumerate(micro_batches):
                     model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                     batch = collate(micro_batch, device)

@@ -544,12 +544,12 @@ def rollout(
     ]  # fmt: skip
 
 
-def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
+def make_micro_batches(model: nn.Module, samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches for which the model computes at most `max_tokens` tokens.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches = packing.split(samples, max_tokens)
+    micro_batches = packing.split(samples, max_tokens, is_packed=packing.is_packed(model))
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -636,7 +636,7 @@ def score(
         sample.score = sample.reward = value
     if reward_model is not None:
         judged = [sample for sample in samples if sample.prompt.reward_style == "model"]
-        for micro_batch in make_micro_batches(judged, args.micro_batch_tokens, device):
+        for micro_batch in make_micro_batches(reward_model, judged, args.micro_batch_tokens, device):
             last = torch.tensor([sample.num_tokens - 1 for sample in micro_batch] or [0], device=device.torch_device)
             rows = torch.arange(len(last), device=device.torch_device)
             scores = reward_model.token_scores(collate(micro_batch, device), rows, last)
@@ -782,7 +782,7 @@ def main(args: Args) -> None:
         if ref_model is not None:
             passes["ref_logprobs"] = lambda batch: compute_logprobs(ref_model, batch, args)[0]
         with phases("logprobs"), torch.no_grad():
-            for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
+            for micro_batch in make_micro_batches(model, samples, args.micro_batch_tokens, device):
                 batch = collate(micro_batch, device)
                 for name, compute in passes.items():
                     for sample, row in zip(micro_batch, compute(batch), strict=False):
@@ -817,7 +817,7 @@ def main(args: Args) -> None:
         with phases("update"):
             for minibatch in minibatches * args.epochs:
                 counts = launch.all_reduce_sums({"tokens": sum(len(s.response_ids) for s in minibatch)}, device)
-                micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
+                micro_batches = make_micro_batches(model, minibatch, args.micro_batch_tokens, device)
                 for i, micro_batch in enumerate(micro_batches):
                     batch = collate(micro_batch, device)
                     weights = batch.response_mask / counts["tokens"]

@@ -235,12 +235,12 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
     return model
 
 
-def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
+def make_micro_batches(model: nn.Module, samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches for which the model computes at most `max_tokens` tokens.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches = packing.split(samples, max_tokens)
+    micro_batches = packing.split(samples, max_tokens, is_packed=packing.is_packed(model))
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -309,7 +309,7 @@ def evaluate(dataset: data.PairDataset, model: nn.Module, args: Args, device: De
     rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
     samples = [Sample(**vars(dataset[row])) for row in rows]
     sums: dict[str, torch.Tensor] = {}
-    for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
+    for micro_batch in make_micro_batches(model, samples, args.micro_batch_tokens, device):
         _, metrics = compute_loss(**pair_scores(model, collate(micro_batch, device)), num_pairs=1.0)
         sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
     means = launch.all_reduce_means((sums, len(samples)), device=device)
@@ -388,7 +388,7 @@ def main(args: Args) -> None:
         sums: dict[str, torch.Tensor] = {}
         with phases("update"):
             samples = [Sample(**vars(train_data[row])) for row in sampler.next_batch()]
-            micro_batches = make_micro_batches(samples, args.micro_batch_tokens, device)
+            micro_batches = make_micro_batches(model, samples, args.micro_batch_tokens, device)
             for i, micro_batch in enumerate(micro_batches):
                 model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                 scores = pair_scores(model, collate(micro_batch, device))

@@ -227,12 +227,12 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
     return model
 
 
-def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
+def make_micro_batches(model: nn.Module, samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches for which the model computes at most `max_tokens` tokens.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches = packing.split(samples, max_tokens)
+    micro_batches = packing.split(samples, max_tokens, is_packed=packing.is_packed(model))
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -279,7 +279,7 @@ def evaluate(dataset: data.SFTDataset, model: nn.Module, args: Args, device: Dev
     rows = range(dist.get_rank(), len(dataset), dist.get_world_size())
     samples = [Sample(**vars(dataset[row])) for row in rows]
     nll = 0.0
-    for micro_batch in make_micro_batches(samples, args.micro_batch_tokens, device):
+    for micro_batch in make_micro_batches(model, samples, args.micro_batch_tokens, device):
         batch = collate(micro_batch, device)
         logprobs, _ = compute_logprobs(model, batch, args)
         nll -= (logprobs * batch.response_mask).sum()
@@ -357,7 +357,7 @@ def main(args: Args) -> None:
         with phases("update"):
             samples = [Sample(**vars(train_data[row])) for row in sampler.next_batch()]
             counts = launch.all_reduce_sums({"tokens": sum(sum(sample.loss_mask) for sample in samples)}, device)
-            micro_batches = make_micro_batches(samples, args.micro_batch_tokens, device)
+            micro_batches = make_micro_batches(model, samples, args.micro_batch_tokens, device)
             for i, micro_batch in enumerate(micro_batches):
                 model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                 batch = collate(micro_batch, device)

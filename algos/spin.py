@@ -436,12 +436,12 @@ def rollout(
     ]  # fmt: skip
 
 
-def make_micro_batches(samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
-    """Split samples into micro-batches of at most `max_tokens` tokens, a prompt counted once for its group.
+def make_micro_batches(model: nn.Module, samples: list[Sample], max_tokens: int, device: Device) -> list[list[Sample]]:
+    """Split samples into micro-batches for which the model computes at most `max_tokens` tokens.
 
     Every forward and backward is a collective, so all ranks must run equally many: short ranks get empty ones.
     """
-    micro_batches = packing.split(samples, max_tokens)
+    micro_batches = packing.split(samples, max_tokens, is_packed=packing.is_packed(model))
     count = torch.tensor(len(micro_batches), device=device.torch_device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return micro_batches + [[] for _ in range(int(count) - len(micro_batches))]
@@ -680,7 +680,7 @@ def main(args: Args) -> None:
         # ==== 4. The opponent's logprobs ====
         rejected_sums: dict[str, torch.Tensor] = {}  # over the rejected responses, which the engine sampled
         with phases("logprobs"), torch.no_grad():
-            for micro_batch in make_micro_batches(pairs, args.micro_batch_tokens, device):
+            for micro_batch in make_micro_batches(opponent, pairs, args.micro_batch_tokens, device):
                 batch = collate_pairs(micro_batch, device)
                 logprobs, entropy = compute_logprobs(opponent, batch, args)
                 scored = [pair.chosen for pair in micro_batch] + [pair.rejected for pair in micro_batch]
@@ -697,7 +697,7 @@ def main(args: Args) -> None:
         with phases("update"):
             for minibatch in minibatches * args.epochs:
                 num_pairs = launch.all_reduce_sums({"pairs": len(minibatch)}, device)["pairs"]
-                micro_batches = make_micro_batches(minibatch, args.micro_batch_tokens, device)
+                micro_batches = make_micro_batches(model, minibatch, args.micro_batch_tokens, device)
                 for i, micro_batch in enumerate(micro_batches):
                     model.set_requires_gradient_sync(not args.delay_gradient_reduction or i == len(micro_batches) - 1)
                     batch = collate_pairs(micro_batch, device)

@@ -5,14 +5,18 @@ Nothing is loaded: the model is built on the meta device, where a parameter is o
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from common.checkpoint import resolve_model
 from common.device import GIB, Device, get_device
+
+DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 
 FREE_MEMORY_SHARE = 0.5
 """At most this share of the memory that is free when the engine is built becomes KV cache."""
@@ -23,7 +27,7 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * {"bf16": 2, "fp32": 4}[dtype]
+    return 2 * config.num_hidden_layers * heads * head_dim * DTYPE_BYTES[dtype]
 
 
 def kv_cache_bytes(folder: Path, args: Any, device: Device, *, ranks: int | None = None) -> int:
@@ -45,21 +49,38 @@ def kv_cache_bytes(folder: Path, args: Any, device: Device, *, ranks: int | None
     return max(2 * per_sequence, min(sequences * per_sequence, limit))
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters of a model."""
+
+    total: int
+    layer: int
+    """One decoder layer; FSDP gathers the next one while one computes."""
+    root: int
+    """All that is in no layer: embedding, last norm, head."""
+
+
+def sizes_of(folder: Path, args: Any) -> tuple[Sizes, nn.Module]:
+    """The sizes of the causal language model of a folder, and the model without memory."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    total = sum(p.numel() for p in model.parameters())
+    layers = model.get_decoder().layers
+    layer = sum(p.numel() for p in layers[0].parameters())
+    return Sizes(total, layer, root=total - sum(p.numel() for p in layers.parameters())), model
+
+
 def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Device) -> dict[str, float]:
     """Bytes on each of `ranks` ranks, by what takes them. Parameters and optimizer are exact, activations an estimate.
 
     `frozen_models` counts models beside the trained one (a reference, a teacher) of the same size.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-    compute = {"bf16": 2, "fp32": 4}[args.dtype]
-    parameters = sum(p.numel() for p in model.parameters())
+    sizes, model = sizes_of(folder, args)
     layers = model.get_decoder().layers
-    layer = sum(p.numel() for p in layers[0].parameters())
-    root = parameters - sum(p.numel() for p in layers.parameters())
+    compute = DTYPE_BYTES[args.dtype]
 
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     tokens = args.micro_batch_tokens
     attention = sum(
         p.shape[0]
@@ -73,20 +94,19 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
     layer_inputs = tokens * compute * text.hidden_size * len(layers)
     kept = layer_inputs + layer_activations if args.gradient_checkpointing else layer_activations * len(layers)
 
+    logits = 4 * args.logits_chunk_rows * text.vocab_size  # fp32
+
     return {
-        "parameters, fp32 master (sharded)": 4 * parameters / ranks,
-        "gradients, fp32 (sharded)": 4 * parameters / ranks,
-        "AdamW moments, fp32 (sharded)": 8 * parameters / ranks,
-        "frozen models (sharded)": frozen_models * compute * parameters / ranks,
-        "two layers gathered, with gradients": 2 * 2 * compute * layer,
-        "embedding and head gathered, with gradients": 2 * compute * root,
-        "unsharded gradient until the last micro-batch": compute * parameters * args.delay_gradient_reduction,
+        "parameters, fp32 master (sharded)": 4 * sizes.total / ranks,
+        "gradients, fp32 (sharded)": 4 * sizes.total / ranks,
+        "AdamW moments, fp32 (sharded)": 8 * sizes.total / ranks,
+        "frozen models (sharded)": frozen_models * compute * sizes.total / ranks,
+        "two layers gathered, with gradients": 2 * 2 * compute * sizes.layer,
+        "embedding and head gathered, with gradients": 2 * compute * sizes.root,
+        "unsharded gradient until the last micro-batch": compute * sizes.total * args.delay_gradient_reduction,
         f"activations of {tokens:,} tokens (estimate)": kept,
-        f"logits, {args.logits_chunk_rows:,} rows x {text.vocab_size:,}": 3
-        * 4
-        * args.logits_chunk_rows
-        * text.vocab_size,
-        "engine weights": compute * parameters / args.rollout_tp,
+        f"logits, {args.logits_chunk_rows:,} rows x {text.vocab_size:,}": 3 * logits,
+        "engine weights": compute * sizes.total / args.rollout_tp,
         "engine KV cache": kv_cache_bytes(folder, args, device, ranks=ranks),
     }
 

@@ -175,16 +175,19 @@ def make_buckets(segments: Sequence[Segment]) -> tuple[tuple[Bucket, ...], torch
     return tuple(buckets), restore
 
 
-def split(samples: Sequence[Any], max_tokens: int) -> list[list[Any]]:
-    """Micro-batches of at most `max_tokens` tokens, in order; a prompt counts once for neighbours that share it.
+def split(samples: Sequence[Any], max_tokens: int, *, is_packed: bool) -> list[list[Any]]:
+    """Micro-batches of at most `max_tokens` tokens, or of one sample with more.
+
+    Packed, they keep the order, and a prompt counts once for neighbours that share it. Padded, every row counts as
+    long as the longest, and the longest come first, so that those of a micro-batch are of similar length.
 
     samples: with `num_tokens`, and a `prompt` unless nothing is shared
     """
     micro_batches: list[list[Any]] = []
     tokens = 0
-    for sample in samples:
-        tokens += sample.num_tokens
-        prompt = getattr(sample, "prompt", None)
+    for sample in samples if is_packed else sorted(samples, key=lambda sample: -sample.num_tokens):
+        tokens += sample.num_tokens if is_packed or not micro_batches else micro_batches[-1][0].num_tokens
+        prompt = getattr(sample, "prompt", None) if is_packed else None
         if prompt is not None and micro_batches and micro_batches[-1][-1].prompt is prompt:
             tokens -= len(prompt.prompt_ids)
         if not micro_batches or tokens > max_tokens:
@@ -209,7 +212,7 @@ def hidden_at(
     Without a layout, or for a model that `attention_for` gave another attention, the sequences go through it padded.
     Attention is causal, so real tokens never see what is on their right: no attention mask is needed.
     """
-    if layout is None or decoder.config._attn_implementation != PACKED_ATTENTION:
+    if layout is None or not is_packed(decoder):
         return decoder(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns]
     row = input_ids.flatten()[layout.tokens][None]  # (1, M)
     output = decoder(input_ids=row, position_ids=layout.position_ids, layout=layout, use_cache=False)
@@ -227,6 +230,11 @@ def attention_for(config: PretrainedConfig, device: Device) -> str:
     own = device.attn_implementation()
     is_fast = not device.is_accelerator or own == "flash_attention_2"
     return PACKED_ATTENTION if config.model_type in PACKED_MODELS and is_fast else own
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether the model takes packed rows."""
+    return model.config._attn_implementation == PACKED_ATTENTION
 
 
 def packed_attention(

@@ -4,8 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from common import checkpoint, memory
 from common.launch import UserError, require
@@ -91,20 +90,13 @@ def check_same(saved: str, folder: Path) -> None:
 
 def memory_table(args: Any) -> str:
     """The memory of each of `--dry-run` ranks, the teacher's included."""
-    folder = checkpoint.resolve_model(args.teacher)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    with torch.device("meta"):
-        teacher = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-    compute = {"bf16": 2, "fp32": 4}[args.dtype]
-    parameters = sum(p.numel() for p in teacher.parameters())
-    layers = teacher.get_decoder().layers
-    layer = sum(p.numel() for p in layers[0].parameters())
-    root = parameters - sum(p.numel() for p in layers.parameters())
-    logits = 4 * args.logits_chunk_rows * config.get_text_config().vocab_size
+    sizes, teacher = memory.sizes_of(checkpoint.resolve_model(args.teacher), args)
+    compute = memory.DTYPE_BYTES[args.dtype]
+    logits = 4 * args.logits_chunk_rows * teacher.config.get_text_config().vocab_size
     others = {
-        "teacher (sharded)": compute * parameters / args.dry_run,
-        "teacher: two layers gathered": 2 * compute * layer,
-        "teacher: embedding and head gathered": compute * root,
+        "teacher (sharded)": compute * sizes.total / args.dry_run,
+        "teacher: two layers gathered": 2 * compute * sizes.layer,
+        "teacher: embedding and head gathered": compute * sizes.root,
         # Measured: with the student's 3 it comes to 7 times the logits of a chunk, for the mixture of jsd to 11.
         "teacher: logits, and their comparison": logits * (8 if args.divergence == "jsd" else 4),
     }

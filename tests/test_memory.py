@@ -114,9 +114,7 @@ def test_dry_run_prints_the_table_and_loads_nothing(seven_b):
 
 
 def test_the_table_in_the_docs_is_what_the_dry_run_prints(seven_b):
-    args = arguments(
-        model=str(seven_b), prompts_per_step=128, max_response_length=2048, micro_batch_tokens=16384
-    )
+    args = arguments(model=str(seven_b), prompts_per_step=128, max_response_length=2048, micro_batch_tokens=16384)
     printed = memory.table(args, ranks=8, frozen_models=0).splitlines()[:-1]  # the last line is about this machine
     shown = (ROOT / "docs" / "memory.md").read_text()
     block = shown.split("<!-- table:begin -->")[1].split("<!-- table:end -->")[0]

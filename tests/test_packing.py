@@ -111,16 +111,31 @@ class Sample:
     prompt: Prompt | None = None
 
 
+def token_counts(samples: list[Sample], max_tokens: int, *, is_packed: bool = True) -> list[list[int]]:
+    parts = packing.split(samples, max_tokens, is_packed=is_packed)
+    return [[sample.num_tokens for sample in part] for part in parts]
+
+
 def test_a_micro_batch_counts_a_prompt_once_for_its_group() -> None:
     one, two = (Prompt(0, [7] * length, "", None, {}, "rule", []) for length in (4, 2))
     samples = [Sample(10, one), Sample(5, one), Sample(6, one), Sample(3, two), Sample(9, two)]
-    split = [[sample.num_tokens for sample in part] for part in packing.split(samples, 13)]
     # 10 + (5 - 4) + (6 - 4) = 13; then 3 + (9 - 2) = 10
-    assert split == [[10, 5, 6], [3, 9]]
+    assert token_counts(samples, 13) == [[10, 5, 6], [3, 9]]
     # At 12 the third of the group comes with the prompt again: 6 + 3 = 9, and 9 + (9 - 2) = 16 is too much.
-    assert [[s.num_tokens for s in part] for part in packing.split(samples, 12)] == [[10, 5], [6, 3], [9]]
-    assert packing.split([], 12) == []
-    assert [len(part) for part in packing.split([Sample(6)] * 5, 12)] == [2, 2, 1]  # nothing is shared
+    assert token_counts(samples, 12) == [[10, 5], [6, 3], [9]]
+    assert token_counts([], 12) == []
+    assert token_counts([Sample(6)] * 5, 12) == [[6, 6], [6, 6], [6]]  # nothing is shared
+    assert token_counts([Sample(3), Sample(20), Sample(3)], 12) == [[3], [20], [3]]  # what is too long goes alone
+
+
+def test_a_micro_batch_of_padded_rows_counts_their_padding() -> None:
+    prompt = Prompt(0, [7] * 2, "", None, {}, "rule", [])
+    samples = [Sample(length, prompt) for length in (3, 10, 4, 6, 9)]
+    # 2 rows of 10 are 20; a third would make 30. Then 3 rows of 6 are 18.
+    assert token_counts(samples, 20, is_packed=False) == [[10, 9], [6, 4, 3]]
+    assert token_counts(samples, 17, is_packed=False) == [[10], [9], [6, 4], [3]]
+    assert token_counts(samples, 5, is_packed=False) == [[10], [9], [6], [4], [3]]
+    assert token_counts([], 12, is_packed=False) == []
 
 
 def test_every_padded_position_finds_its_token() -> None:

@@ -60,7 +60,7 @@ def loss_and_gradients(student: Path, teacher_folder: Path, args: distill.Args) 
         mine = mine[:5] if dist.get_rank() == 0 else mine[5:]
     num_tokens = launch.all_reduce_sums({"tokens": sum(len(s.response_ids) for s in mine)}, device)["tokens"]
     total = 0.0
-    for micro_batch in distill.make_micro_batches(mine, args.micro_batch_tokens, device):
+    for micro_batch in distill.make_micro_batches(model, mine, args.micro_batch_tokens, device):
         batch = distill.collate(micro_batch, device)
         compared = distill.compare_models(model, teacher, batch, args)
         for name in ("entropy", "agreement"):

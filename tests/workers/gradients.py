@@ -65,7 +65,7 @@ def loss_and_gradients(folder: Path, changes: dict) -> dict:
         mine = mine[:5] if dist.get_rank() == 0 else mine[5:]
     counts = launch.all_reduce_sums({"tokens": sum(len(s.response_ids) for s in mine), "sequences": len(mine)}, device)
     total, metric_sums = 0.0, {}
-    micro_batches = grpo.make_micro_batches(mine, args.micro_batch_tokens, device)
+    micro_batches = grpo.make_micro_batches(model, mine, args.micro_batch_tokens, device)
     for i, micro_batch in enumerate(micro_batches):
         if args.delay_gradient_reduction:
             model.set_requires_gradient_sync(i == len(micro_batches) - 1)

@@ -87,7 +87,7 @@ def credit_and_gradients(folder: Path, changes: dict) -> dict[str, Any]:
         assert abs(sample.reward - expected) < 1e-4, (sample.reward, expected, scores)
 
     with torch.no_grad():
-        for micro_batch in ppo.make_micro_batches(mine, args.micro_batch_tokens, device):
+        for micro_batch in ppo.make_micro_batches(critic, mine, args.micro_batch_tokens, device):
             values = ppo.compute_values(critic, ppo.collate(micro_batch, device))
             for sample, row in zip(micro_batch, values, strict=False):
                 sample.values = row[: len(sample.response_ids)]
@@ -113,7 +113,7 @@ def credit_and_gradients(folder: Path, changes: dict) -> dict[str, Any]:
 
     counts = launch.all_reduce_sums({"tokens": sum(len(s.response_ids) for s in mine)}, device)
     sums: dict[str, Any] = {}
-    micro_batches = ppo.make_micro_batches(mine, args.micro_batch_tokens, device)
+    micro_batches = ppo.make_micro_batches(model, mine, args.micro_batch_tokens, device)
     for i, micro_batch in enumerate(micro_batches):
         if args.delay_gradient_reduction:
             for trained in (model, critic):

@@ -62,7 +62,7 @@ def backward(model: nn.Module, pairs: list[spin.Pair], args: spin.Args) -> dict[
     device = get_device()
     num_pairs = launch.all_reduce_sums({"pairs": len(pairs)}, device)["pairs"]
     sums: dict[str, Any] = {}
-    micro_batches = spin.make_micro_batches(pairs, args.micro_batch_tokens, device)
+    micro_batches = spin.make_micro_batches(model, pairs, args.micro_batch_tokens, device)
     for i, micro_batch in enumerate(micro_batches):
         if args.delay_gradient_reduction:
             model.set_requires_gradient_sync(i == len(micro_batches) - 1)

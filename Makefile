@@ -68,7 +68,7 @@ bench: install $(VENV)-trl/.stamp $(BENCH_MODEL)/config.json ## speed beside TRL
 	@$(VENV)/bin/python benchmarks/vs_trl.py --model $(BENCH_MODEL) $(BENCH_SHAPE) --trl-python $(VENV)-trl/bin/python
 	@$(VENV)/bin/python benchmarks/targets.py
 
-soak: install ## kill and resume runs at random for ten minutes: do they end as undisturbed ones do?
+soak: install ## kill runs 50 times at random and resume them: do they end as undisturbed ones do?
 	@$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 install: $(VENV)/.stamp-$(DEVICE) ## make the virtual environment and install what the device needs

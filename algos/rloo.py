@@ -384,6 +384,7 @@ def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
         )  # fmt: skip
     if device.can_sleep:
         llm.sleep(level=2)
+    engine.keep(llm)
     return llm
 
 

@@ -1,7 +1,7 @@
 """Kill runs at random moments and resume them, again and again: do they end as if nothing had happened?
 
-    python benchmarks/soak.py                      # 10 minutes, on two CPU cores
-    python benchmarks/soak.py --minutes 60 --seed 7 --out soak.md
+    python benchmarks/soak.py                      # 50 kills of all nine scripts: about 40 minutes on two CPU cores
+    python benchmarks/soak.py --kills 10 --only ppo --seed 7 --out soak.md
 
 For each script one run goes through undisturbed. Then, round after round, a run of the same command is killed with
 SIGKILL, at a random moment and at a random place (all its processes, torchrun alone, or one rank), and continued with
@@ -10,6 +10,8 @@ equal those of the undisturbed run bit for bit. Also: 200 weight syncs must not 
 """
 
 import argparse
+import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -25,18 +27,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMANDS = {
-    "grpo.py, 2 ranks": (
-        *("--nproc_per_node", "2", f"{ROOT}/algos/grpo.py", "--steps", "10", "--prompts-per-step", "8"),
-        *("--group-size", "4", "--num-minibatches", "2", "--kl-coef", "0.01", "--lr", "1e-3", "--eval-every", "5"),
-        *("--save-every", "1", "--max-prompt-length", "64", "--micro-batch-tokens", "1000"),
-    ),
-    "sft.py, 2 ranks": (
-        *("--nproc_per_node", "2", f"{ROOT}/algos/sft.py", "--steps", "40", "--batch-size", "8", "--eval-every", "20"),
-        *("--save-every", "3"),
-    ),
+ROLLOUTS = (
+    *("--prompts-per-step", "8", "--max-prompt-length", "64", "--micro-batch-tokens", "1000", "--lr", "1e-3"),
+    *("--save-every", "1", "--eval-every", "5"),
+)
+SEVERAL = ("--steps", "10", "--group-size", "4", "--num-minibatches", "2", "--kl-coef", "0.01")
+
+SCRIPTS = {
+    "grpo": (*ROLLOUTS, *SEVERAL),
+    "rloo": (*ROLLOUTS, *SEVERAL),
+    "remax": (*ROLLOUTS, *SEVERAL),
+    "gspo": (*ROLLOUTS, *SEVERAL),
+    "ppo": (*ROLLOUTS, *SEVERAL, "--kl-target", "0.01", "--kl-horizon", "100", "--critic-warmup", "2"),
+    "spin": (*ROLLOUTS, "--iterations", "2", "--steps-per-iteration", "5"),
+    "distill": (*ROLLOUTS, "--steps", "10"),
+    "sft": ("--steps", "40", "--batch-size", "8", "--save-every", "3", "--eval-every", "20"),
+    "reward_model": ("--steps", "40", "--batch-size", "8", "--save-every", "3", "--eval-every", "20"),
 }
-"""Arguments of torchrun for each script that is put under fire; the data of sft.py is made by `make_data`."""
+"""Arguments of each script that is put under fire; test files, and those of sft.py, are made by `make_data`."""
+
+RANKS = 2
 
 KILLS = 4
 """At most so many kills before a run is let through."""
@@ -111,7 +121,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     if metrics(run_dir) != metrics(reference):
         found.append("metrics.jsonl")
     for name in ("samples.jsonl", "hf/model.safetensors"):
-        if (run_dir / name).read_bytes() != (reference / name).read_bytes():
+        if (reference / name).exists() and (run_dir / name).read_bytes() != (reference / name).read_bytes():
             found.append(name)
     return found
 
@@ -127,6 +137,20 @@ def make_data(folder: Path) -> tuple[str, ...]:
     pq.write_table(pa.Table.from_pylist(rows[:160]), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[160:]), folder / "test.parquet")
     return ("--train-files", f"{folder}/train.parquet", "--test-files", f"{folder}/test.parquet")
+
+
+def command_of(script: str, folder: Path) -> tuple[str, ...]:
+    """Arguments of torchrun; a short evaluation, so that most of a run is what can be lost."""
+    import pyarrow.parquet as pq
+
+    if script == "sft":
+        files = make_data(folder)
+    elif script == "reward_model":
+        files = ()
+    else:
+        pq.write_table(pq.read_table(ROOT / "assets/tiny-arith/test.parquet").slice(0, 33), folder / "test.parquet")
+        files = ("--test-files", f"{folder}/test.parquet")
+    return ("--nproc_per_node", str(RANKS), f"{ROOT}/algos/{script}.py", *SCRIPTS[script], *files)
 
 
 class Soak:
@@ -197,7 +221,7 @@ class Soak:
         """Rows of the Markdown table."""
         targets = ", ".join(f"{count} x {target}" for target, count in sorted(self.kills.items()))
         return [
-            f"| {self.name} | {self.runs} | {sum(self.kills.values())} ({targets}) | "
+            f"| {self.name}.py | {self.runs} | {sum(self.kills.values())} ({targets}) | "
             f"{self.moments['while a checkpoint was written']} | {max(self.gone_s, default=0):.1f} s | "
             f"{self.runs - len(self.failures)} of {self.runs} |"
         ]
@@ -214,34 +238,46 @@ def sync_growth(folder: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill and resume runs at random.", allow_abbrev=False)
-    parser.add_argument("--minutes", type=float, default=10.0, help="when to begin no further round")
+    parser.add_argument("--kills", type=int, default=50, help="begin no further run after so many")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to kill")
     parser.add_argument("--seed", type=int, default=1, help="of the moments and places of the kills")
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file too")
     options = parser.parse_args()
     began = time.monotonic()
+    soaks: list[Soak] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        growth = sync_growth(folder)
-        soaks = []
-        for number, (title, arguments) in enumerate(COMMANDS.items()):
-            place = folder / str(number)
-            place.mkdir()
-            data = make_data(place) if "sft" in title else ()
-            soaks.append(Soak(title, arguments + data, place, random.Random(options.seed + number)))
-            print(f"{title}: the undisturbed run took {soaks[-1].duration:.0f} s", flush=True)
-        while time.monotonic() - began < 60 * options.minutes:
-            for soak in soaks:
-                soak.round()
-                print(*soak.report(), *soak.failures[-1:], sep="\n", flush=True)
+        growth = sync_growth(Path(name))
+        # The scripts take turns, until the kills are done and each has had its turn.
+        for turn in itertools.count():
+            place = turn % len(options.only)
+            num_kills = sum(sum(soak.kills.values()) for soak in soaks)
+            if num_kills >= options.kills and turn >= len(options.only):
+                break
+            if turn < len(options.only):
+                folder = Path(name) / options.only[place]
+                folder.mkdir()
+                generator = random.Random(options.seed * 100 + place)
+                soaks.append(Soak(options.only[place], command_of(options.only[place], folder), folder, generator))
+            soak = soaks[place]
+            soak.round()
+            print(*soak.report(), *soak.failures[-1:], sep="\n", flush=True)
     minutes = (time.monotonic() - began) / 60
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers"))
+    only = f" --only {' '.join(options.only)}" if len(options.only) < len(SCRIPTS) else ""
     lines = [
-        f"`python benchmarks/soak.py --minutes {options.minutes:g} --seed {options.seed}` took {minutes:.0f} minutes "
-        f"on {os.cpu_count()} CPU cores ({platform.machine()}, Python {platform.python_version()}).",
+        f"`python benchmarks/soak.py --kills {options.kills} --seed {options.seed}{only}` took {minutes:.0f} minutes "
+        f"on {os.cpu_count()} CPU cores ({platform.machine()}, Python {platform.python_version()}, {versions}); "
+        f"{RANKS} ranks each.",
         "",
         "| script | runs | kills (SIGKILL) | while a checkpoint was being written | slowest process gone after | "
         "runs that ended bit for bit as the undisturbed one |",
         "|---|---|---|---|---|---|",
         *[line for soak in soaks for line in soak.report()],
+        "",
+        f"{sum(sum(soak.kills.values()) for soak in soaks)} kills, "
+        f"{sum(soak.moments['while a checkpoint was written'] for soak in soaks)} of them while a checkpoint was being "
+        f"written; {sum(soak.runs - len(soak.failures) for soak in soaks)} of {sum(soak.runs for soak in soaks)} runs "
+        "ended as the undisturbed one.",
         "",
         f"{growth['syncs']:.0f} weight syncs: the process grows by {growth['mb_per_sync']:.3f} MB a sync (limit 0.1), "
         f"one sync takes {growth['seconds_per_sync'] * 1000:.0f} ms.",

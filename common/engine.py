@@ -11,6 +11,18 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from common.launch import UserError
 
 
+_kept: list[Any] = []
+
+
+def keep(llm: Any) -> None:
+    """Let the engine live as long as the process does.
+
+    Its finaliser destroys the default process group, whoever made it, while other ranks may still need it; and it
+    searches the whole heap for garbage, which takes a second.
+    """
+    _kept.append(llm)
+
+
 def weight_names(engine_model: nn.Module) -> set[str]:
     """Hugging Face names of all parameters of the engine's model; a fused one (qkv_proj) counts as its parts."""
     fused = getattr(engine_model, "packed_modules_mapping", {})

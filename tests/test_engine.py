@@ -47,3 +47,7 @@ def test_responses_of_a_group_and_of_two_ranks_differ(results):
 def test_a_missing_or_unknown_weight_stops_the_run_and_is_named(results):
     assert results["fault"] in results["fault_message"]
     assert "weight sync" in results["fault_message"]
+
+
+def test_an_engine_that_is_let_go_leaves_the_process_group(results):
+    assert results["has_process_group"]

@@ -3,6 +3,7 @@
 engine.py MODEL_FOLDER OUT ROLLOUT_TP
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -131,6 +132,12 @@ def main() -> None:
         results["fault_message"] = "no error"
     except RuntimeError as error:
         results["fault_message"] = str(error)
+
+    # The engine's finaliser would take the process group with it.
+    sampling.clear()
+    del llm, sample
+    gc.collect()
+    results["has_process_group"] = dist.is_initialized()
 
     if rank == 0:
         out.write_text(json.dumps(results))

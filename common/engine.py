@@ -10,7 +10,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from common.launch import UserError
 
-
 _kept: list[Any] = []
 
 

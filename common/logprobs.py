@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 class HeadLogprobs(torch.autograd.Function):
     """log_softmax(hidden @ head.T / temperature) at the targets, with the logits of only a few rows in memory.
 
-    Forward keeps one number a row; backward computes the logits of each chunk again. All of softmax is fp32. Chunks
-    share their memory: on a CPU, fresh memory costs a sixth of the product that fills it.
+    Forward keeps one number a row, and the softmax of the last chunk, for which there must be memory anyway; backward
+    computes the logits of the other chunks again. All of softmax is fp32. Chunks share their memory: on a CPU, fresh
+    memory costs a sixth of the product that fills it.
     """
 
     @staticmethod
@@ -23,9 +24,11 @@ class HeadLogprobs(torch.autograd.Function):
         Gradients flow from the log-probs to hidden and head; the entropies, in nats, have none.
         """
         logprobs, entropies, normalisers = [], [], []
-        memory = hidden.new_empty(2, min(chunk_rows, len(hidden)), len(head), dtype=torch.float32)
+        memory, exps = (
+            hidden.new_empty(min(chunk_rows, len(hidden)), len(head), dtype=torch.float32) for _ in range(2)
+        )
         for rows, ids in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            logits, weights = memory[:, : len(rows)]  # (chunk, V)
+            logits, weights = memory[: len(rows)], exps[: len(rows)]  # (chunk, V)
             scaled_logits(rows, head, temperature, out=logits)
             peak = logits.amax(dim=1, keepdim=True)
             torch.exp(logits.sub_(peak), out=weights)  # softmax before it is divided by its sum
@@ -33,7 +36,9 @@ class HeadLogprobs(torch.autograd.Function):
             logprobs.append(logits.gather(1, ids[:, None])[:, 0] - total.log())
             entropies.append(total.log() - torch.einsum("nv,nv->n", weights, logits) / total)
             normalisers.append(total.log() + peak[:, 0])
-        ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers))
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            weights.div_(total[:, None])
+            ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers), exps)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
@@ -42,14 +47,16 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
         """d logprob / d logits = (onehot(target) - softmax) / temperature."""
-        hidden, head, targets, normalisers = ctx.saved_tensors
+        hidden, head, targets, normalisers, memory = ctx.saved_tensors
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
-        memory = hidden.new_empty(min(ctx.chunk_rows, len(hidden)), len(head), dtype=torch.float32)
-        for start in range(0, len(hidden), ctx.chunk_rows):
+        last, *others = reversed(range(0, len(hidden), ctx.chunk_rows))
+        for start in (last, *others):
             chunk = slice(start, start + ctx.chunk_rows)
             scale = grad[chunk, None] / ctx.temperature
-            logits = scaled_logits(hidden[chunk], head, ctx.temperature, out=memory[: len(scale)])
-            probs = logits.sub_(normalisers[chunk, None]).exp_()
+            probs = memory[: len(scale)]  # of the last chunk, as forward left them
+            if start != last:
+                logits = scaled_logits(hidden[chunk], head, ctx.temperature, out=probs)
+                probs = logits.sub_(normalisers[chunk, None]).exp_()
             grad_logits = probs.mul_(-scale).scatter_add_(1, targets[chunk, None], scale).to(head.dtype)
             torch.mm(grad_logits, head, out=grad_hidden[chunk])
             grad_head.addmm_(grad_logits.T, hidden[chunk])

@@ -1,12 +1,21 @@
 """What several test files share: where things are, how to start a script, and small models."""
 
+import functools
 import json
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from workers import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "assets" / "tiny-arith"
@@ -41,6 +50,51 @@ def run_script(
     return subprocess.run(
         command, env=environment(), cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False
     )
+
+
+@functools.cache
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """Processes from it begin with everything imported: a rank is there in a moment and not after ten seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["workers.imported"])
+    kept = dict(os.environ)
+    os.environ.update(environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}"))
+    multiprocessing.forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(kept)
+    return context
+
+
+def run_forked(
+    script: str | Path, *args: object, nproc: int = 1, timeout: float = 180, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    """As `run_script`, without torchrun: for what is no test of how ranks are started and stopped.
+
+    The ranks are processes with torchrun's environment variables. When one fails, the others are killed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    variables |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = Path(folder) / "stdout", Path(folder) / "stderr"
+        for path in outputs:
+            path.touch()
+        ranks = []
+        for rank in range(nproc):
+            own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            what = (ROOT / script, list(map(str, args)), own, cwd or Path.cwd(), *outputs)
+            ranks.append(fork_context().Process(target=forked.run, args=what))
+            ranks[-1].start()
+        began = time.monotonic()
+        while any(rank.is_alive() for rank in ranks):
+            multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.is_alive()], timeout=1.0)
+            is_late = time.monotonic() - began > timeout
+            if is_late or any(rank.exitcode for rank in ranks):
+                for rank in ranks:
+                    rank.kill()
+        code = next((rank.exitcode for rank in ranks if rank.exitcode not in (0, -9)), ranks[0].exitcode)
+        return subprocess.CompletedProcess([str(script), *map(str, args)], code, *(p.read_text() for p in outputs))
 
 
 def succeeded(run: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import run_script, samples_of, succeeded
+from conftest import run_forked, run_script, samples_of, succeeded
 
 from docs.generate import documented_metrics
 
@@ -30,7 +30,7 @@ def run(request, tmp_path_factory) -> tuple[str, Path, str]:
     common = (*SMALL, *SCRIPTS[name], "--run-dir", run_dir)
     first = succeeded(run_script(script, *common, "--steps", 2, "--no-export", nproc=2))
     assert first.stderr.strip() == ""
-    second = succeeded(run_script(script, *common, "--steps", 3, "--resume", nproc=1))
+    second = succeeded(run_forked(script, *common, "--steps", 3, "--resume", nproc=1))
     return name, run_dir, first.stdout + second.stdout
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, run_script, succeeded
+from conftest import TINY, run_forked, succeeded
 from workers.distill import ARGS, VARIANTS, make_samples
 
 from algos.distill import compute_divergence
@@ -14,7 +14,7 @@ from algos.distill import compute_divergence
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("distill")
-    succeeded(run_script("tests/workers/distill.py", TINY / "student", TINY / "teacher", out, nproc=2))
+    succeeded(run_forked("tests/workers/distill.py", TINY / "student", TINY / "teacher", out, nproc=2))
     return {name: torch.load(out / f"{name}.pt", weights_only=True) for name in VARIANTS}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, metrics_of, run_script, samples_of, succeeded
+from conftest import TINY, metrics_of, run_forked, run_script, samples_of, succeeded
 
 from docs.generate import documented_metrics
 
@@ -66,7 +66,7 @@ def test_the_metrics_are_those_of_the_documentation(two_ranks):
 
 def test_one_rank_one_micro_batch_and_a_padded_teacher_are_the_same_first_step(two_ranks, padded_teacher, tmp_path):
     arguments = (*SMALL, "--steps", 1, "--no-export", "--run-dir", tmp_path / "one", "--teacher", padded_teacher)
-    succeeded(run_script("algos/distill.py", *arguments))
+    succeeded(run_forked("algos/distill.py", *arguments))
     one, two = metrics_of(tmp_path / "one")[0], metrics_of(two_ranks)[0]
     assert set(one) == set(two)
     for name in one:
@@ -79,7 +79,7 @@ def test_resumed_after_step_1_it_is_the_same_run_bit_for_bit(two_ranks, tmp_path
     shutil.rmtree(copy / "checkpoints" / "step_2")
     shutil.rmtree(copy / "hf")
     arguments = (*SMALL, "--micro-batch-tokens", 80, "--resume", "--run-dir", copy)
-    run = succeeded(run_script("algos/distill.py", *arguments, nproc=2))
+    run = succeeded(run_forked("algos/distill.py", *arguments, nproc=2))
     assert "resumed after step 1" in run.stdout
     assert metrics_of(copy) == metrics_of(two_ranks)
     assert samples_of(copy) == samples_of(two_ranks)
@@ -90,7 +90,7 @@ def test_resumed_after_step_1_it_is_the_same_run_bit_for_bit(two_ranks, tmp_path
 def test_it_does_not_go_on_with_another_teacher(two_ranks, padded_teacher, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(two_ranks, copy)
-    run = run_script("algos/distill.py", *SMALL, "--resume", "--run-dir", copy, "--teacher", padded_teacher)
+    run = run_forked("algos/distill.py", *SMALL, "--resume", "--run-dir", copy, "--teacher", padded_teacher)
     assert run.returncode != 0
     assert "is not the teacher that this run began with" in run.stderr
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import TINY, run_script, succeeded
+from conftest import TINY, run_forked, succeeded
 
 CASES = {
     "tied": ("tied", 1, 1),
@@ -18,7 +18,7 @@ def results(request, tmp_path_factory, untied_model) -> dict:
     kind, nproc, tp = CASES[request.param]
     folder = TINY / "model" if kind == "tied" else untied_model
     out = tmp_path_factory.mktemp("engine") / "results.json"
-    succeeded(run_script("tests/workers/engine.py", folder, out, tp, nproc=nproc))
+    succeeded(run_forked("tests/workers/engine.py", folder, out, tp, nproc=nproc))
     return json.loads(out.read_text()) | {"case": request.param}
 
 

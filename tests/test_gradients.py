@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_script, succeeded
+from conftest import run_forked, succeeded
 from workers.gradients import VARIANTS, make_samples
 
 from algos.grpo import compute_loss
@@ -16,7 +16,7 @@ def results(request, tmp_path_factory, tied_model, untied_model):
     found = {}
     for nproc in (1, 2):
         out = tmp_path_factory.mktemp(f"{request.param}{nproc}")
-        succeeded(run_script("tests/workers/gradients.py", folder, out, nproc=nproc))
+        succeeded(run_forked("tests/workers/gradients.py", folder, out, nproc=nproc))
         found |= {(nproc, name): torch.load(out / f"{name}.pt", weights_only=True) for name in VARIANTS}
     return folder, found
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, run_script, succeeded
+from conftest import TINY, run_forked, succeeded
 from workers.ppo import VARIANTS, make_samples
 
 from algos import ppo
@@ -311,7 +311,7 @@ def results(tmp_path_factory):
     found = {}
     for nproc in (1, 2):
         out = tmp_path_factory.mktemp(f"ppo{nproc}")
-        succeeded(run_script("tests/workers/ppo.py", TINY / "model", out, nproc=nproc))
+        succeeded(run_forked("tests/workers/ppo.py", TINY / "model", out, nproc=nproc))
         found |= {(nproc, name): torch.load(out / f"{name}.pt", weights_only=True) for name in VARIANTS}
     return found
 

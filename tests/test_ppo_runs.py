@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, metrics_of, run_script, samples_of, succeeded
+from conftest import TINY, metrics_of, run_forked, run_script, samples_of, succeeded
 
 from docs.generate import documented_metrics
 
@@ -60,7 +60,7 @@ def test_resumed_after_step_1_it_is_the_same_run_bit_for_bit(two_ranks, tmp_path
     shutil.copytree(two_ranks, copy)
     for folder in ("checkpoints/step_2", "hf", "critic"):
         shutil.rmtree(copy / folder)
-    run = succeeded(run_script("algos/ppo.py", *SMALL, "--steps", 2, "--resume", "--run-dir", copy, nproc=2))
+    run = succeeded(run_forked("algos/ppo.py", *SMALL, "--steps", 2, "--resume", "--run-dir", copy, nproc=2))
     assert "resumed after step 1" in run.stdout
     assert metrics_of(copy) == metrics_of(two_ranks)
     assert samples_of(copy) == samples_of(two_ranks)
@@ -69,7 +69,7 @@ def test_resumed_after_step_1_it_is_the_same_run_bit_for_bit(two_ranks, tmp_path
 
 
 def test_one_rank_does_the_same_first_step(two_ranks, tmp_path):
-    succeeded(run_script("algos/ppo.py", *SMALL, "--steps", 1, "--no-export", "--run-dir", tmp_path / "one"))
+    succeeded(run_forked("algos/ppo.py", *SMALL, "--steps", 1, "--no-export", "--run-dir", tmp_path / "one"))
     one, two = metrics_of(tmp_path / "one")[0], metrics_of(two_ranks)[0]
     assert set(one) == set(two)
     for name in one:
@@ -104,7 +104,7 @@ def test_a_reward_model_scores_truncated_responses_and_warms_the_critic_up(tmp_p
     arguments = ("--train-files", TINY / "prompts_model.parquet", "--reward-model", tmp_path / "rm")
     arguments += ("--critic-model", tmp_path / "rm", "--max-response-length", 6, "--critic-warmup", 1, "--steps", 2)
     arguments += ("--prompts-per-step", 8, "--eval-every", 0, "--save-every", 1, "--no-export", "--run-dir", run_dir)
-    succeeded(run_script("algos/ppo.py", *arguments))
+    succeeded(run_forked("algos/ppo.py", *arguments))
 
     first, second = metrics_of(run_dir)
     assert first["truncated"] == second["truncated"] == 1.0

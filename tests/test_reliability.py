@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, environment, run_script, succeeded, torchrun_command
+from conftest import ROOT, environment, run_forked, succeeded, torchrun_command
 
 from algos import grpo
 from benchmarks.soak import is_alive, ranks_of
@@ -200,7 +200,7 @@ def test_a_run_that_is_still_going_is_not_resumed(tmp_path):
 def updates(tmp_path_factory) -> dict[str, dict]:
     """What became of each update of tests/workers/bad_numbers.py, by the name of its case."""
     out = tmp_path_factory.mktemp("bad") / "results.json"
-    succeeded(run_script("tests/workers/bad_numbers.py", "--out", out, nproc=2))
+    succeeded(run_forked("tests/workers/bad_numbers.py", "--out", out, nproc=2))
     return {result["name"]: result for result in json.loads(out.read_text())}
 
 

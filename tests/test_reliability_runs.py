@@ -14,7 +14,17 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, environment, metrics_of, run_script, samples_of, succeeded, torchrun_command
+from conftest import (
+    ROOT,
+    TINY,
+    environment,
+    metrics_of,
+    run_forked,
+    run_script,
+    samples_of,
+    succeeded,
+    torchrun_command,
+)
 from test_reliability import outcome, root_cause, wait_for
 
 from benchmarks import soak
@@ -43,7 +53,7 @@ def one_prompt(tmp_path_factory) -> Path:
 def whole_run(tmp_path_factory, one_prompt) -> Path:
     """A run that nobody disturbs."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    run = run_script("algos/grpo.py", *RUN, "--test-files", one_prompt, "--run-dir", run_dir, nproc=2)
+    run = run_forked("algos/grpo.py", *RUN, "--test-files", one_prompt, "--run-dir", run_dir, nproc=2)
     (run_dir / "output").write_text(succeeded(run).stdout)
     return run_dir
 
@@ -106,7 +116,7 @@ def test_resumed_on_another_number_of_ranks(whole_run, one_prompt, tmp_path):
     shutil.copytree(whole_run, copy)
     shutil.rmtree(copy / "checkpoints" / f"step_{STEPS}")
     shutil.rmtree(copy / "hf")
-    succeeded(run_script("algos/grpo.py", *RUN, "--test-files", one_prompt, "--resume", "--run-dir", copy, nproc=1))
+    succeeded(run_forked("algos/grpo.py", *RUN, "--test-files", one_prompt, "--resume", "--run-dir", copy, nproc=1))
     prompts = [row["prompt"] for row in samples_of(whole_run)]
     assert [row["prompt"] for row in samples_of(copy)] == prompts
     here, there = metrics_of(copy)[-2], metrics_of(whole_run)[-2]

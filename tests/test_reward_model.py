@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics_of, run_script, succeeded
+from conftest import ROOT, TINY, metrics_of, run_forked, run_script, succeeded
 
 from algos import reward_model
 from algos.reward_model import Sample, choose_pad_token, collate, compute_loss
@@ -166,7 +166,7 @@ def test_resumed_after_step_2_it_is_the_same_run_bit_for_bit(runs, tmp_path):
     shutil.rmtree(copy / "hf")
     test_pairs = json.loads((copy / "args.json").read_text())["test_files"][0]
     arguments = (*SMALL, "--test-files", test_pairs, "--run-dir", copy, "--resume")
-    assert "resumed after step 2" in succeeded(run_script("algos/reward_model.py", *arguments, nproc=2)).stdout
+    assert "resumed after step 2" in succeeded(run_forked("algos/reward_model.py", *arguments, nproc=2)).stdout
     assert metrics_of(copy) == metrics_of(runs[2])
     ours, theirs = ((folder / "hf" / "model.safetensors").read_bytes() for folder in (copy, runs[2]))
     assert ours == theirs

@@ -10,7 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, environment, metrics_of, run_script, samples_of, succeeded, torchrun_command
+from conftest import (
+    ROOT,
+    TINY,
+    environment,
+    metrics_of,
+    run_forked,
+    run_script,
+    samples_of,
+    succeeded,
+    torchrun_command,
+)
 
 from benchmarks.soak import is_alive, ranks_of
 
@@ -79,7 +89,7 @@ def test_resumed_after_step_2_it_is_the_same_run_bit_for_bit(first_run, tmp_path
     for step in (3, 4):
         shutil.rmtree(copy / "checkpoints" / f"step_{step}")
     shutil.rmtree(copy / "hf")
-    run = succeeded(run_script("algos/grpo.py", *SMALL, "--resume", "--run-dir", copy, nproc=2))
+    run = succeeded(run_forked("algos/grpo.py", *SMALL, "--resume", "--run-dir", copy, nproc=2))
     assert "resumed after step 2" in run.stdout
     assert metrics_of(copy) == metrics_of(first_run)
     assert samples_of(copy) == samples_of(first_run)
@@ -89,7 +99,7 @@ def test_resumed_after_step_2_it_is_the_same_run_bit_for_bit(first_run, tmp_path
 
 
 def test_another_seed_is_another_run_and_one_rank_works_too(first_run, tmp_path):
-    succeeded(run_script("algos/grpo.py", *SMALL, "--seed", 2, "--save-every", 0, "--run-dir", tmp_path / "r", nproc=1))
+    succeeded(run_forked("algos/grpo.py", *SMALL, "--seed", 2, "--save-every", 0, "--run-dir", tmp_path / "r", nproc=1))
     here, there = metrics_of(tmp_path / "r"), metrics_of(first_run)
     assert [row["step"] for row in here] == [1, 2, 3, 4]
     assert all(a["entropy"] != b["entropy"] for a, b in zip(here, there, strict=True))
@@ -159,26 +169,30 @@ def test_an_error_on_one_rank_ends_all_of_them(tmp_path):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def one_line_error(*args: object) -> str:
-    """Start the script with plain python; it must end with exit code 2 and one line on stderr, which is returned."""
-    command = [sys.executable, str(ROOT / "algos/grpo.py"), *map(str, args)]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+def one_line_error(run: subprocess.CompletedProcess) -> str:
+    """It must have ended with exit code 2 and one line on stderr, which is returned."""
     lines = run.stderr.strip().splitlines()
     assert run.returncode == 2, run.stderr[-3000:]
     assert len(lines) == 1, run.stderr
     return lines[0]
 
 
+def refused(*args: object) -> str:
+    return one_line_error(run_forked("algos/grpo.py", *args))
+
+
+def test_plain_python_says_what_is_wrong_in_one_line():
+    command = [sys.executable, str(ROOT / "algos/grpo.py"), "--train-files", "nowhere.parquet"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert "nowhere.parquet" in one_line_error(run)
+
+
 def test_a_buffer_longer_than_the_responses_is_refused():
-    assert "--overlong-buffer 49" in one_line_error("--overlong-buffer", 49)
-
-
-def test_a_missing_file_is_named():
-    assert "nowhere.parquet" in one_line_error("--train-files", "nowhere.parquet")
+    assert "--overlong-buffer 49" in refused("--overlong-buffer", 49)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):
-    assert str(tmp_path) in one_line_error("--model", tmp_path)
+    assert str(tmp_path) in refused("--model", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +242,13 @@ def write_rows(path: Path, **changes) -> Path:
 
 def test_an_unknown_data_source_is_named(tmp_path):
     path = write_rows(tmp_path / "x.parquet", data_source="nobody/knows")
-    error = one_line_error("--train-files", path, "--test-files", path, "--run-dir", tmp_path / "r")
+    error = refused("--train-files", path, "--test-files", path, "--run-dir", tmp_path / "r")
     assert "nobody/knows" in error
     assert "--reward-fn" in error
 
 
 def test_prompts_that_are_all_too_long_are_counted(tmp_path):
     path = write_rows(tmp_path / "x.parquet", prompt=[{"role": "user", "content": "1" * 600}])
-    error = one_line_error("--train-files", path, "--run-dir", tmp_path / "r")
+    error = refused("--train-files", path, "--run-dir", tmp_path / "r")
     assert "4" in error
     assert "512" in error

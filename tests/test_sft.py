@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import TINY, metrics_of, run_script, succeeded
+from conftest import TINY, metrics_of, run_forked, run_script, succeeded
 
 from algos.sft import Sample, collate, compute_loss
 from common.device import Device
@@ -60,7 +60,7 @@ def two_ranks(small, tmp_path_factory) -> Path:
 
 def test_one_rank_with_small_micro_batches_learns_the_same(small, two_ranks, tmp_path):
     arguments = ("--micro-batch-tokens", 256, "--max-length", 64, "--run-dir", tmp_path / "r")
-    succeeded(run_script("algos/sft.py", *small, *arguments, nproc=1))
+    succeeded(run_forked("algos/sft.py", *small, *arguments, nproc=1))
     here, there = metrics_of(tmp_path / "r"), metrics_of(two_ranks)
     assert [row["step"] for row in here] == [row["step"] for row in there] == [0, 1, 2, 3, 4, 4]
     for a, b in zip(here, there, strict=True):
@@ -72,7 +72,7 @@ def test_resumed_it_is_the_same_run(small, two_ranks, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(two_ranks, copy)
     shutil.rmtree(copy / "checkpoints" / "step_4")
-    succeeded(run_script("algos/sft.py", *small, "--resume", "--run-dir", copy, nproc=2))
+    succeeded(run_forked("algos/sft.py", *small, "--resume", "--run-dir", copy, nproc=2))
     assert metrics_of(copy) == metrics_of(two_ranks)
 
 
@@ -101,7 +101,7 @@ def test_learning_from_random_weights(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "response": "abc"} for i in range(64)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     arguments = ("--train-files", tmp_path / "x.parquet", "--batch-size", 16, "--num-epochs", 6, "--lr", "3e-3")
-    succeeded(run_script("algos/sft.py", *arguments, "--run-dir", tmp_path / "r", nproc=1))
+    succeeded(run_forked("algos/sft.py", *arguments, "--run-dir", tmp_path / "r", nproc=1))
     losses = [row["loss"] for row in metrics_of(tmp_path / "r")]
     assert len(losses) == 24
     assert losses[-1] < 0.2 < losses[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, TINY, run_script, succeeded
+from conftest import ROOT, TINY, run_forked, succeeded
 
 from algos import spin
 from algos.spin import Args, Pair, Sample, best_and_worst, collate_pairs, compute_loss, make_pairs
@@ -330,7 +330,7 @@ def results(tmp_path_factory, untied_model):
     found = {}
     for nproc in (1, 2):
         out = tmp_path_factory.mktemp(f"spin{nproc}") / "out.pt"
-        succeeded(run_script("tests/workers/spin.py", untied_model, out, nproc=nproc))
+        succeeded(run_forked("tests/workers/spin.py", untied_model, out, nproc=nproc))
         found[nproc] = torch.load(out, weights_only=True)
     return found
 

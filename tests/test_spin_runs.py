@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import TINY, metrics_of, run_script, samples_of, succeeded
+from conftest import TINY, metrics_of, run_forked, run_script, samples_of, succeeded
 
 from common.data import BatchSampler
 from docs.generate import documented_metrics
@@ -121,7 +121,7 @@ def resumed(two_ranks, arguments, folder) -> Path:
     for name in ("checkpoints/step_4", "hf"):
         shutil.rmtree(copy / name)
     again = (*arguments, "--iterations", 3, "--resume", "--no-export", "--run-dir", copy)
-    assert "resumed after step 3" in succeeded(run_script("algos/spin.py", *again, nproc=2)).stdout
+    assert "resumed after step 3" in succeeded(run_forked("algos/spin.py", *again, nproc=2)).stdout
     return copy
 
 
@@ -142,7 +142,7 @@ def test_an_iteration_can_be_added(resumed):
 
 def test_one_rank_does_the_same(two_ranks, arguments, tmp_path):
     shared = (*arguments, "--iterations", 1, "--no-export", "--run-dir", tmp_path / "one")
-    succeeded(run_script("algos/spin.py", *shared))
+    succeeded(run_forked("algos/spin.py", *shared))
     one, two = metrics_of(tmp_path / "one"), metrics_of(two_ranks)
     assert [row["step"] for row in one] == [0, 1, 1, 2, 2]
     for mine, theirs in zip(one, two, strict=False):
@@ -174,7 +174,7 @@ def by_reward(folder, arguments, two_ranks) -> Path:
     assert tied.isdisjoint(truths[row] for row in second[4:])
     settings = ("--pairing", "reward", "--group-size", 4, "--model", two_ranks / "hf", "--iterations", 1)
     settings += ("--train-files", folder / "train.parquet", "--reward-fn", f"{folder / 'reward.py'}:by_length")
-    run = succeeded(run_script("algos/spin.py", *arguments, *settings, "--run-dir", folder / "by_reward", nproc=2))
+    run = succeeded(run_forked("algos/spin.py", *arguments, *settings, "--run-dir", folder / "by_reward", nproc=2))
     assert run.stderr.strip() == ""
     return folder / "by_reward"
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, environment, run_script, succeeded
+from conftest import ROOT, TINY, environment, run_forked, succeeded
 
 from common.launch import UserError
 
@@ -170,7 +170,7 @@ def outcome(tmp_path_factory):
     """(what was printed, results.json, the lines of responses.jsonl) of the embedded model on 24 problems."""
     folder = tmp_path_factory.mktemp("evaluate")
     settings = ["--limit", 24, "--samples", 4, "--max-response-length", 48, "--max-prompt-length", 64]
-    run = run_script("benchmarks/evaluate.py", *settings, "--dtype", "fp32", "--out-dir", folder / "out", nproc=2)
+    run = run_forked("benchmarks/evaluate.py", *settings, "--dtype", "fp32", "--out-dir", folder / "out", nproc=2)
     succeeded(run)
     results = json.loads((folder / "out" / "results.json").read_text())
     lines = (folder / "out" / "responses.jsonl").read_text().splitlines()

@@ -14,17 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    ROOT,
-    TINY,
-    environment,
-    metrics_of,
-    run_forked,
-    run_script,
-    samples_of,
-    succeeded,
-    torchrun_command,
-)
+from conftest import ROOT, TINY, environment, metrics_of, run_forked, samples_of, succeeded, torchrun_command
 from test_reliability import outcome, root_cause, wait_for
 
 from benchmarks import soak
@@ -79,7 +69,7 @@ def test_a_run_killed_at_a_random_moment_ends_as_if_nothing_had_happened(whole_r
     time.sleep(moment.uniform(0, 0.5))
     gone_after = soak.kill(launcher, moment.choice(["all", "torchrun", "one rank"]))
     assert gone_after < 60
-    succeeded(run_script(*command[2:3], *arguments, "--resume", "--run-dir", run_dir, nproc=2))
+    succeeded(run_forked(*command[2:3], *arguments, "--resume", "--run-dir", run_dir, nproc=2))
     assert soak.differences(run_dir, whole_run) == [], f"seed {seed}"
 
 
@@ -185,16 +175,13 @@ def test_bad_numbers_and_rewards_that_never_return(tmp_path):
         "    return {'score': float(len(solution_str) % 2), 'length': len(solution_str)}\n"
     )
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        torchrun_command(
-            "tests/workers/troubles.py", "numbers", *RUN, "--steps", 20, "--num-minibatches", 1, "--eval-every", 0,
-            "--prompts-per-step", 4, "--reward-fn", f"{tmp_path}/mine.py:compute_score", "--reward-timeout", "0.3",
-            "--run-dir", run_dir, nproc=2,
-        ),
-        env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    run = run_forked(
+        "tests/workers/troubles.py", "numbers", *RUN, "--steps", 20, "--num-minibatches", 1, "--eval-every", 0,
+        "--prompts-per-step", 4, "--reward-fn", f"{tmp_path}/mine.py:compute_score", "--reward-timeout", "0.3",
+        "--run-dir", run_dir, nproc=2,
     )  # fmt: skip
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 1
+    output = run.stdout + run.stderr
+    assert run.returncode == 1
     checksums = {(int(r), int(u)): c for r, u, c in re.findall(r"checksum (\d) (\d+) (\S+)", output)}
     assert {update for _, update in checksums} == set(range(1, 8))  # the run ended with the third in a row
     for rank in (0, 1):
@@ -204,7 +191,7 @@ def test_bad_numbers_and_rewards_that_never_return(tmp_path):
         assert of[3] == of[4] == of[5] == of[6]  # NaN losses
         assert "nan" not in "".join(of)
     assert re.search(r"step 2: update skipped, .*: row \d+ \(rank 1\): score, reward, advantage; row", output)
-    assert "3 updates in a row were skipped (--max-bad-updates)" in root_cause(output)
+    assert "3 updates in a row were skipped (--max-bad-updates)" in run.stderr
 
     rows = metrics_of(run_dir)
     assert [row["bad_updates"] for row in rows] == [0, 1, 2, 2, 3, 4]
@@ -219,23 +206,16 @@ def test_bad_numbers_and_rewards_that_never_return(tmp_path):
 
 def test_two_tensor_parallel_runs_at_once_and_one_that_was_killed_do_not_meet(tmp_path):
     """The second starts while the first holds its shared memory; neither leaves a name in /dev/shm, killed or not."""
-
-    def start(name: str, *args: object) -> subprocess.Popen:
-        return subprocess.Popen(
-            torchrun_command("tests/workers/syncs.py", "--out", tmp_path / name, *args, nproc=2), env=environment(),
-            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    first = start("first", "--hold")
+    first = subprocess.Popen(
+        torchrun_command("tests/workers/syncs.py", "--out", tmp_path / "first", "--hold", nproc=2), env=environment(),
+        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     wait_for(first, "ready")
     ranks = ranks_of(first)
-    second = start("second", "--syncs", 80)
-    wait_for(second, "ready")
+    succeeded(run_forked("tests/workers/syncs.py", "--out", tmp_path / "second", "--syncs", 80, nproc=2))
     assert len(ranks) == 2
     assert all(map(is_alive, ranks))  # the first is still there
-    second.communicate(timeout=60)
-    assert second.returncode == 0
     results = json.loads((tmp_path / "second").read_text())
     for pid in [first.pid, *ranks]:
         os.kill(pid, signal.SIGKILL)

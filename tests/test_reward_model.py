@@ -125,9 +125,9 @@ def runs(tmp_path_factory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("reward_model")
     test_pairs = folder / "test.parquet"
     pq.write_table(pq.read_table(TINY / "pairs_test.parquet").slice(0, 33), test_pairs)  # does not divide by 2
-    for nproc in (1, 2):
+    for nproc, start in ((1, run_forked), (2, run_script)):
         arguments = (*SMALL, "--test-files", test_pairs, "--run-dir", folder / str(nproc))
-        run = succeeded(run_script("algos/reward_model.py", *arguments, nproc=nproc))
+        run = succeeded(start("algos/reward_model.py", *arguments, nproc=nproc))
         (folder / str(nproc) / "stdout").write_text(run.stdout)
         assert run.stderr.strip() == ""
     return {nproc: folder / str(nproc) for nproc in (1, 2)}

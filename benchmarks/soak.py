@@ -1,6 +1,6 @@
 """Kill runs at random moments and resume them, again and again: do they end as if nothing had happened?
 
-    python benchmarks/soak.py                      # 50 kills of all nine scripts: about 40 minutes on two CPU cores
+    python benchmarks/soak.py                      # 50 kills of all nine scripts: half an hour on two CPU cores
     python benchmarks/soak.py --kills 10 --only ppo --seed 7 --out soak.md
 
 For each script one run goes through undisturbed. Then, round after round, a run of the same command is killed with

@@ -121,7 +121,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     if metrics(run_dir) != metrics(reference):
         found.append("metrics.jsonl")
     for name in ("samples.jsonl", "hf/model.safetensors"):
-        if (reference / name).exists() and (run_dir / name).read_bytes() != (reference / name).read_bytes():
+        if (run_dir / name).read_bytes() != (reference / name).read_bytes():
             found.append(name)
     return found
 
@@ -247,18 +247,15 @@ def main() -> int:
     soaks: list[Soak] = []
     with tempfile.TemporaryDirectory() as name:
         growth = sync_growth(Path(name))
+        for place, script in enumerate(options.only):
+            folder = Path(name) / script
+            folder.mkdir()
+            generator = random.Random(options.seed * 100 + place)
+            soaks.append(Soak(script, command_of(script, folder), folder, generator))
         # The scripts take turns, until the kills are done and each has had its turn.
-        for turn in itertools.count():
-            place = turn % len(options.only)
-            num_kills = sum(sum(soak.kills.values()) for soak in soaks)
-            if num_kills >= options.kills and turn >= len(options.only):
+        for soak in itertools.cycle(soaks):
+            if soak.runs and sum(sum(other.kills.values()) for other in soaks) >= options.kills:
                 break
-            if turn < len(options.only):
-                folder = Path(name) / options.only[place]
-                folder.mkdir()
-                generator = random.Random(options.seed * 100 + place)
-                soaks.append(Soak(options.only[place], command_of(options.only[place], folder), folder, generator))
-            soak = soaks[place]
             soak.round()
             print(*soak.report(), *soak.failures[-1:], sep="\n", flush=True)
     minutes = (time.monotonic() - began) / 60

@@ -156,7 +156,7 @@ def test_an_error_on_one_rank_ends_all_of_them(tmp_path):
         "    return 0.0\n"
     )
     began = time.monotonic()
-    run = run_forked(
+    run = run_script(
         "algos/grpo.py", *SMALL, "--reward-fn", f"{tmp_path}/mine.py:compute_score", "--strict-rewards",
         "--run-dir", tmp_path / "r", nproc=2, timeout=120,
     )  # fmt: skip

@@ -42,6 +42,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from common import arguments, checkpoint, data, launch, optim, packing
 from common.device import Device, get_device
+from common.models import compile_layers, disable_dropout
 from common.tracking import Column, Tracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -103,6 +104,8 @@ class Args:
     """Compute dtype of trainer and engine; master weights and optimizer are always fp32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more compute."""
+    compile: bool = False
+    """torch.compile the decoder layers. No faster on a CPU; not measured on accelerators yet."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer in main memory, for accelerators."""
     delay_gradient_reduction: bool = False
@@ -209,10 +212,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
             attn_implementation=packing.attention_for(config, device),
             trust_remote_code=args.trust_remote_code,
         )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the same tokens must get the same score twice
-    model.config.attention_dropout = 0.0
+    disable_dropout(model)
     model.requires_grad_(trainable)
     model.train()  # transformers checkpoints gradients only in training mode
     if trainable and args.gradient_checkpointing:
@@ -225,6 +225,8 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
         offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
     )
+    if args.compile:
+        compile_layers(model)
     for layer in model.get_decoder().layers:
         shard(layer)
     shard(model)
@@ -339,8 +341,7 @@ def main(args: Args) -> None:
     first_pairs = [train_data[row] for row in range(min(8, len(train_data)))]
     pad_id = choose_pad_token(tokenizer, {pair.chosen_ids[-1] for pair in first_pairs})
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
-    ranks = {"rank": rank, "world_size": world_size}
-    sampler = data.BatchSampler(len(train_data), args.batch_size, seed=args.seed, **ranks)
+    sampler = data.BatchSampler(len(train_data), args.batch_size, args.seed, rank=rank, world_size=world_size)
     if args.steps is None:
         args.steps = max(1, args.num_epochs * len(train_data) // args.batch_size)
 

@@ -46,6 +46,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from common import arguments, checkpoint, data, engine, launch, memory, optim, packing, rewards
 from common.device import Device, get_device
 from common.logprobs import HeadLogprobs
+from common.models import compile_layers, disable_dropout
 from common.tracking import RL_COLUMNS, RL_CURVES, Tracker
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ class Args:
     """Compute dtype of trainer and engine; master weights and optimizer are always fp32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more compute."""
+    compile: bool = False
+    """torch.compile the decoder layers. No faster on a CPU; not measured on accelerators yet."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer in main memory, for accelerators."""
     delay_gradient_reduction: bool = False
@@ -333,10 +336,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
             attn_implementation=packing.attention_for(config, device),
             trust_remote_code=args.trust_remote_code,
         )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the same tokens must get the same log-probs twice
-    model.config.attention_dropout = 0.0
+    disable_dropout(model)
     model.requires_grad_(trainable)
     model.train()  # transformers checkpoints gradients only in training mode
     if trainable and args.gradient_checkpointing:
@@ -349,6 +349,8 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
         offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
     )
+    if args.compile:
+        compile_layers(model)
     for layer in model.get_decoder().layers:
         shard(layer)
     shard(model)
@@ -592,8 +594,7 @@ def main(args: Args) -> None:
     train_data = load(args.train_files)
     test_data = load(args.test_files) if args.test_files and args.eval_every else None
     arguments.check_data(args, train_data, test_data)
-    ranks = {"rank": rank, "world_size": world_size}
-    sampler = data.BatchSampler(len(train_data), args.prompts_per_step, seed=args.seed, **ranks)
+    sampler = data.BatchSampler(len(train_data), args.prompts_per_step, args.seed, rank=rank, world_size=world_size)
     scorer = rewards.Scorer(reward_fn, timeout_s=args.reward_timeout, strict=args.strict_rewards)
 
     run_dir, resume_path = checkpoint.find_run(args, script=__file__)

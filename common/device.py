@@ -108,6 +108,18 @@ class Device:
             return "flash_attention_2"
         return "sdpa"
 
+    def varlen_kernel(self) -> str | None:
+        """What attends to sequences of different lengths that stand in one row, in 16-bit formats.
+
+        "flash-attn" when it is installed; else "torch", its copy of the same kernel, on NVIDIA GPUs from Ampere on;
+        else None.
+        """
+        if self.attn_implementation() == "flash_attention_2":
+            return "flash-attn"
+        is_nvidia = self.type == "cuda" and torch.version.hip is None
+        has_copy = is_nvidia and torch.backends.cuda.is_flash_attention_available()
+        return "torch" if has_copy and torch.cuda.get_device_capability(self.index) >= (8, 0) else None
+
     # -- state and memory ---------------------------------------------------------------------------------------------
 
     def set_current(self) -> None:
@@ -214,8 +226,9 @@ class Device:
         """Arguments of `vllm.LLM` that depend on the device."""
         if self.is_accelerator:
             return {"enable_sleep_mode": self.can_sleep, "enforce_eager": False}
-        # Compiling on a CPU takes minutes, and vLLM packs weights there, which compiled graphs would not notice.
-        return {"enforce_eager": True}
+        # Compiling on a CPU takes minutes, and vLLM packs weights there, which compiled graphs would not notice. Its
+        # blocks of 128 tokens would be longer than most prompts, and only full ones are shared by a group.
+        return {"enforce_eager": True, "block_size": 32}
 
     def patch_engine(self) -> None:
         """After `import vllm`, on a CPU: make its sampler lighter, and its shared memory private to this run."""

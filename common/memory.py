@@ -40,13 +40,17 @@ def kv_cache_bytes(folder: Path, args: Any, device: Device, *, ranks: int | None
         return int(args.kv_cache_gib * GIB)
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    sequences = args.prompts_per_step * args.group_size * args.rollout_tp // ranks
-    # Whole blocks (128 tokens is the largest size that vLLM uses by default), and one that is being filled.
-    blocks = math.ceil((args.max_prompt_length + args.max_response_length) / 128) + 1
-    per_sequence = math.ceil(blocks * 128 * kv_bytes_per_token(config, args.dtype) / args.rollout_tp)
+    block = device.engine_kwargs().get("block_size", 128)  # 128 is the largest size that vLLM uses by default
+    prompts = args.prompts_per_step * args.rollout_tp // ranks
+    # A prompt's full blocks are there once for its group, except the one with its last token, which is computed for
+    # each response. Then whole blocks of a response, and one that is being filled.
+    shared = (args.max_prompt_length - 1) // block
+    own = math.ceil((args.max_prompt_length + args.max_response_length) / block) - shared + 1
+    block_bytes = math.ceil(block * kv_bytes_per_token(config, args.dtype) / args.rollout_tp)
+    needed = prompts * (shared + args.group_size * own) * block_bytes
     sharing = 1 if device.is_accelerator else min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     limit = int(device.memory()[0] * FREE_MEMORY_SHARE / sharing)
-    return max(2 * per_sequence, min(sequences * per_sequence, limit))
+    return max(2 * (shared + own) * block_bytes, min(needed, limit))
 
 
 @dataclass(frozen=True)

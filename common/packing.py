@@ -11,9 +11,9 @@ its attention treats tokens one by one, tokens of different sequences can stand 
 `PACKED_ATTENTION` takes apart what the row holds. Models that are not known to allow it go on with padded sequences.
 """
 
-import importlib.util
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.device import Device
+from common.device import Device, get_device
 
 PACKED_ATTENTION = "solorl_packed"
 """Value of `attn_implementation` for models that are called with packed rows."""
@@ -44,12 +44,19 @@ class Bucket:
     queries: torch.Tensor  # (S, Q) place of each query in the row; padding points at some token
     keys: torch.Tensor  # (S, K) places of the prompt's tokens and then the segment's own; padding likewise
     prompt_lengths: torch.Tensor  # (S,) tokens that a segment sees before its own
+    masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)  # once for all layers
 
     def to(self, device: torch.device, non_blocking: bool = True) -> "Bucket":
-        return Bucket(*(tensor.to(device, non_blocking=non_blocking) for tensor in vars(self).values()))
+        tensors = self.queries, self.keys, self.prompt_lengths
+        return Bucket(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores, (S, 1, Q, K): 0 where a query sees a key, else minus infinity."""
+        if (window, dtype) not in self.masks:
+            self.masks[window, dtype] = self._make_mask(window, dtype)
+        return self.masks[window, dtype]
+
+    def _make_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         places = torch.arange(max(self.queries.shape[1], self.keys.shape[1]), device=self.queries.device)
         queries = self.prompt_lengths[:, None] + places[: self.queries.shape[1]]  # (S, Q) place in the sequence
         distances = queries[:, :, None] - places[: self.keys.shape[1]]  # negative: the key comes later
@@ -225,11 +232,11 @@ def hidden_at(
 def attention_for(config: PretrainedConfig, device: Device) -> str:
     """The `attn_implementation` of a model: `PACKED_ATTENTION` for the kinds that were tried, else the device's own.
 
-    On accelerators it takes flash-attn: torch's kernels for masked attention there would store every score.
+    On accelerators it takes a kernel for sequences of different lengths: torch's masked attention there would store
+    every score.
     """
-    own = device.attn_implementation()
-    is_fast = not device.is_accelerator or own == "flash_attention_2"
-    return PACKED_ATTENTION if config.model_type in PACKED_MODELS and is_fast else own
+    is_fast = not device.is_accelerator or device.varlen_kernel() is not None
+    return PACKED_ATTENTION if config.model_type in PACKED_MODELS and is_fast else device.attn_implementation()
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -237,6 +244,7 @@ def is_packed(model: nn.Module) -> bool:
     return model.config._attn_implementation == PACKED_ATTENTION
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -251,16 +259,18 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention within a row's segments: query (1, heads, N, D), key and value (1, kv heads, N, D) -> (1, N, heads, D).
 
-    With flash-attn, by its kernel for sequences of different lengths; elsewhere the segments are padded in buckets of
-    similar size and go through torch's attention. Without a layout: causal attention, sequences padded on the right.
+    By a kernel for sequences of different lengths where the device has one; elsewhere, and in fp32, the segments are
+    padded in buckets of similar size and go through torch's attention. Without a layout: causal attention, sequences
+    padded on the right.
     """
     if layout is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window
         )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
-    if has_flash_attention(query):
-        return _flash_attention(query, key, value, layout, scaling, sliding_window)[None], None
+    attend = varlen_attention(query.dtype)
+    if attend is not None:
+        return attend(query, key[layout.seen], value[layout.seen], layout, scaling, sliding_window)[None], None
     parts = []
     for bucket in layout.buckets:
         attended = F.scaled_dot_product_attention(
@@ -275,35 +285,37 @@ def packed_attention(
     return torch.cat(parts)[layout.restore][None], None
 
 
-def has_flash_attention(query: torch.Tensor) -> bool:
-    """Whether flash-attn is installed and can compute with this tensor."""
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type != "cpu" and is_half and importlib.util.find_spec("flash_attn") is not None
+@functools.cache
+def varlen_attention(dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """This device's attention for sequences of different lengths: flash-attn's, torch's copy of it, or none.
+
+    It is called with query (N, heads, D), key and value of what each segment sees (M, kv heads, D), the layout, the
+    scale and the window. Both have the causal mask aligned at the last key, so a response sees all of its prompt.
+    """
+    kernel = get_device().varlen_kernel() if dtype in (torch.bfloat16, torch.float16) else None
+    return {"flash-attn": _by_flash_attn, "torch": _by_torch, None: None}[kernel]
 
 
-def _flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-    scaling: float | None,
+def _by_flash_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None,
     window: int | None,
-) -> torch.Tensor:
-    """The same by flash-attn. Its causal mask is aligned at the last key, so a response sees all of its prompt."""
+) -> torch.Tensor:  # fmt: skip
     from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(
-        query,
-        key[layout.seen],
-        value[layout.seen],
-        layout.query_starts,
-        layout.seen_starts,
-        layout.max_queries,
-        layout.max_seen,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-    )
+    starts = layout.query_starts, layout.seen_starts, layout.max_queries, layout.max_seen
+    sides = (-1, -1) if window is None else (window - 1, 0)
+    return flash_attn_varlen_func(query, key, value, *starts, softmax_scale=scaling, causal=True, window_size=sides)
+
+
+def _by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts = layout.query_starts, layout.seen_starts, layout.max_queries, layout.max_seen
+    sides = (-1, 0) if window is None else (window - 1, 0)  # (-1, 0) is its way to say causal
+    return varlen_attn(query, key, value, *starts, scale=scaling, window_size=sides, enable_gqa=True)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

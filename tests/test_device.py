@@ -40,7 +40,7 @@ def test_without_an_accelerator_it_is_the_cpu(monkeypatch):
     device = get_device()
     assert (device.name, device.type, device.backend, device.can_sleep) == ("CPU", "cpu", "gloo", False)
     assert device.torch_device == torch.device("cpu")
-    assert device.engine_kwargs() == {"enforce_eager": True}
+    assert device.engine_kwargs() == {"enforce_eager": True, "block_size": 32}
 
 
 @pytest.mark.parametrize(("hip", "name", "variable"), [
@@ -79,6 +79,10 @@ def test_a_device_without_sleep_does_not_ask_for_it():
     assert device.engine_kwargs()["enable_sleep_mode"] is False
 
 
+def test_the_cpu_has_no_kernel_for_different_lengths():
+    assert Device("CPU", "cpu", 0, "gloo", "", can_sleep=False).varlen_kernel() is None
+
+
 def test_attention_falls_back_without_flash_attn(monkeypatch):
     pretend_gpu(monkeypatch, hip=None)
     find = device_module.importlib.util.find_spec
@@ -88,6 +92,26 @@ def test_attention_falls_back_without_flash_attn(monkeypatch):
         )
         assert Device("CUDA", "cuda", 0, "gloo", "", can_sleep=True).attn_implementation() == expected
     assert Device("CPU", "cpu", 0, "gloo", "", can_sleep=False).attn_implementation() == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "has_flash_attn", "has_copy", "expected"),
+    [
+        (None, (9, 0), True, True, "flash-attn"),
+        (None, (8, 0), False, True, "torch"),
+        (None, (7, 5), False, True, None),  # the kernel begins with Ampere
+        (None, (9, 0), False, False, None),  # a torch built without it
+        ("6.4", (9, 4), False, True, None),
+        ("6.4", (9, 4), True, True, "flash-attn"),
+    ],
+)
+def test_kernel_for_sequences_of_different_lengths(monkeypatch, hip, capability, has_flash_attn, has_copy, expected):
+    pretend_gpu(monkeypatch, hip=hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: has_copy)
+    own = "flash_attention_2" if has_flash_attn else "sdpa"
+    monkeypatch.setattr(Device, "attn_implementation", lambda self: own)
+    assert device_module.get_device.__wrapped__().varlen_kernel() == expected
 
 
 def test_the_cpu_computes_in_bf16_only_where_it_multiplies_it(monkeypatch):

@@ -57,13 +57,25 @@ def test_the_engine_gets_what_a_step_needs_and_no_more_than_its_share(monkeypatc
     args = arguments(
         kv_cache_gib=None, dtype="fp32", prompts_per_step=8, group_size=4, max_prompt_length=100, max_response_length=28
     )
-    per_sequence = 2 * 128 * 2 * 3 * 2 * 32 * 4  # one block of 128 tokens, and one being filled
-    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 32 * per_sequence
-    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=2) == 16 * per_sequence
-    monkeypatch.setattr(Device, "memory", lambda self: (20 * per_sequence, 100 * per_sequence))
-    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 10 * per_sequence  # half of what is free
-    monkeypatch.setattr(Device, "memory", lambda self: (0, 100 * per_sequence))
-    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 2 * per_sequence
+    # Prompts of 100 tokens: 3 full blocks of 32 tokens for the group. For each response the 4 tokens that are left with
+    # its own 28, so one block, and one that is being filled.
+    block = 32 * 2 * 3 * 2 * 32 * 4
+    needed = 8 * (3 + 4 * 2) * block
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == needed
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=2) == needed / 2
+    monkeypatch.setattr(Device, "memory", lambda self: (needed, 100 * needed))
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == needed / 2  # half of what is free
+    monkeypatch.setattr(Device, "memory", lambda self: (0, 100 * needed))
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 2 * (3 + 2) * block  # two sequences
+
+
+def test_a_prompt_of_whole_blocks_shares_all_but_the_last():
+    """The engine computes a prompt's last token again, and with it its block."""
+    args = arguments(
+        kv_cache_gib=None, dtype="fp32", prompts_per_step=1, group_size=8, max_prompt_length=96, max_response_length=32
+    )
+    block = 32 * 2 * 3 * 2 * 32 * 4
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == (2 + 8 * (1 + 1 + 1)) * block
 
 
 def test_gradient_checkpointing_and_delayed_reduction_move_the_plan(seven_b):

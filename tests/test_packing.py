@@ -1,15 +1,16 @@
 """Packed rows: a prompt goes through the model once for its group, with the log-probs and gradients of padded ones."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import TINY
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
 
@@ -164,56 +165,106 @@ def test_a_response_changes_nothing_for_its_neighbours() -> None:
     assert not torch.allclose(before[0, 4:][is_real[0, 4:]], after[0, 4:][is_real[0, 4:]])
 
 
-# -- flash-attn, by a stub with its meaning: causal, aligned at the last key ------------------------------------------
+# -- kernels for sequences of different lengths, by stubs with their meaning: causal, aligned at the last key ----------
 
 
-@pytest.fixture
-def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    def flash_attn_varlen_func(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int,
-        max_k: int, *, softmax_scale: float, causal: bool, window_size: tuple[int, int],
-    ) -> torch.Tensor:  # fmt: skip
-        assert causal and cu_q.dtype == cu_k.dtype == torch.int32
-        parts = []
-        for first, last, start, end in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-            assert last - first <= max_q and end - start <= max_k
-            queries, keys, values = q[first:last], k[start:end], v[start:end]
-            keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
-            distance = torch.arange(len(keys) - len(queries), len(keys))[:, None] - torch.arange(len(keys))
-            hidden = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
-            scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
-            parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
-        return torch.cat(parts)
+def attend_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int,
+    *, scale: float, window: int,
+) -> torch.Tensor:  # fmt: skip
+    """`window` counts the keys to the left of a query's own; -1: all."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    parts = []
+    for first, last, start, end in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        assert last - first <= max_q and end - start <= max_k
+        queries, keys, values = q[first:last], k[start:end], v[start:end]
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
+        distance = torch.arange(len(keys) - len(queries), len(keys))[:, None] - torch.arange(len(keys))
+        hidden = (distance < 0) | ((distance > window) if window >= 0 else False)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
+    return torch.cat(parts)
 
+
+def flash_attn_varlen_func(
+    *arguments: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]
+) -> torch.Tensor:
+    """flash-attn's: the mask is causal when it is told so, and (-1, -1) is no window."""
+    assert causal and window_size[1] == (-1 if window_size[0] == -1 else 0)
+    return attend_by_definition(*arguments, scale=softmax_scale, window=window_size[0])
+
+
+def varlen_attn(*arguments: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> torch.Tensor:
+    """torch's: nothing on the right is what makes it causal; fewer heads of keys must be announced."""
+    assert window_size[1] == 0 and enable_gqa
+    return attend_by_definition(*arguments, scale=scale, window=window_size[0])
+
+
+@pytest.fixture(params=["flash-attn", "torch"])
+def varlen_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(packing, "has_flash_attention", lambda query: True)
-    yield module
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    attend = {"flash-attn": packing._by_flash_attn, "torch": packing._by_torch}[request.param]
+    monkeypatch.setattr(packing, "varlen_attention", lambda dtype: attend)
 
 
+@pytest.mark.usefixtures("varlen_kernel")
 @pytest.mark.parametrize("name", ["llama", "mistral, a window of 4 tokens"])
-def test_flash_attention_gets_the_same_layout(flash_attn: ModuleType, name: str) -> None:
+def test_kernels_for_different_lengths_get_the_same_layout(name: str) -> None:
     logprobs, gradients = largest_gap(*models(name), batch()[2])
     assert logprobs < 1e-5 and gradients < 1e-5
 
 
+def test_torchs_own_kernel_takes_what_it_is_given() -> None:
+    """The real function, with tensors that have shapes and no numbers: there is no such kernel on a CPU."""
+    layout = batch()[2]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query = torch.empty(len(layout.restore), 6, 32, dtype=torch.bfloat16, requires_grad=True)
+        key, value = (torch.empty(len(layout.seen), 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        for window in (None, 4):
+            out = packing._by_torch(query, key, value, layout, 0.2, window)
+            assert out.shape == query.shape and out.dtype == query.dtype and out.requires_grad
+
+
+def test_kernel_by_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {"flash-attn": packing._by_flash_attn, "torch": packing._by_torch, None: None}
+    for name, expected in kernels.items():
+        monkeypatch.setattr(packing, "get_device", lambda name=name: SimpleNamespace(varlen_kernel=lambda: name))
+        choose = packing.varlen_attention.__wrapped__
+        assert choose(torch.bfloat16) is choose(torch.float16) is expected and choose(torch.float32) is None
+
+
 def test_without_an_accelerator_torch_attends() -> None:
-    assert not packing.has_flash_attention(torch.zeros(1, dtype=torch.bfloat16))
+    assert packing.varlen_attention(torch.bfloat16) is None
+
+
+def test_layers_share_one_mask() -> None:
+    """Autograd keeps masks until the backward pass: one for each layer would be the largest thing in memory."""
+    bucket = packing.make_layout([5] * 2, [9] * 2, ["a", "a"]).buckets[0]
+    assert bucket.mask(None, torch.float32) is bucket.mask(None, torch.float32)
+    assert bucket.mask(2, torch.float32).isinf().sum() > bucket.mask(None, torch.float32).isinf().sum()
+    assert bucket.mask(None, torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_accelerator", "own", "chosen"),
+    ("kind", "is_accelerator", "kernel", "chosen"),
     [
-        ("qwen3", False, "sdpa", packing.PACKED_ATTENTION),
-        ("qwen3", True, "flash_attention_2", packing.PACKED_ATTENTION),
-        ("qwen3", True, "sdpa", "sdpa"),
-        ("mamba", False, "sdpa", "sdpa"),
-        ("gpt_oss", True, "flash_attention_2", "flash_attention_2"),
+        ("qwen3", False, None, packing.PACKED_ATTENTION),
+        ("qwen3", True, "flash-attn", packing.PACKED_ATTENTION),
+        ("qwen3", True, "torch", packing.PACKED_ATTENTION),
+        ("qwen3", True, None, "the device's own"),
+        ("mamba", False, None, "the device's own"),
+        ("gpt_oss", True, "flash-attn", "the device's own"),
     ],
 )
-def test_models_and_devices_that_take_packed_rows(kind: str, is_accelerator: bool, own: str, chosen: str) -> None:
-    device = SimpleNamespace(is_accelerator=is_accelerator, attn_implementation=lambda: own)
+def test_models_and_devices_that_take_packed_rows(
+    kind: str, is_accelerator: bool, kernel: str | None, chosen: str
+) -> None:
+    device = SimpleNamespace(
+        is_accelerator=is_accelerator, varlen_kernel=lambda: kernel, attn_implementation=lambda: "the device's own"
+    )
     assert packing.attention_for(SimpleNamespace(model_type=kind), device) == chosen
 
 

@@ -47,7 +47,7 @@ class Args:
     """Tokens of every response."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute dtype of engine and trainer; auto: bf16 where the hardware multiplies it, else fp32."""
-    micro_batch_sequences: int = 16
+    micro_batch_sequences: int = 8
     """Sequences in one forward and backward pass."""
     repeats: int = 3
     """Measurements of which the median is taken, after one that is not counted."""
@@ -110,10 +110,10 @@ def copy_rate(*, repeats: int, device: Device) -> float:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
-def measure_engine(args: Args, shape: Shape, prompts: list[list[int]], device: Device) -> dict[str, float]:
-    """Seconds of bare generation, and of a reload of ready weights."""
+def start_engine(args: Any, shape: Shape, device: Device) -> Any:
+    """An engine with the options of algos/grpo.py, and the model's weights. args: with `model` and `dtype`."""
     with device.starting_engine():
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
         device.patch_engine()
         llm = LLM(
@@ -125,6 +125,13 @@ def measure_engine(args: Args, shape: Shape, prompts: list[list[int]], device: D
         )  # fmt: skip
     if device.can_sleep:
         llm.wake_up()
+    return llm
+
+
+def bare_generation(llm: Any, shape: Shape, prompts: list[list[int]]) -> Callable[[], None]:
+    """A call that generates what a step of algos/grpo.py does, with an empty prefix cache, and nothing else."""
+    from vllm import SamplingParams
+
     settings = {"temperature": 1.0, "max_tokens": shape.response_length, "ignore_eos": True, "detokenize": False}
     settings |= {"logprobs": 0, "flat_logprobs": True}
     inputs = [{"prompt_token_ids": ids} for ids in prompts for _ in range(shape.group_size)]
@@ -135,6 +142,13 @@ def measure_engine(args: Args, shape: Shape, prompts: list[list[int]], device: D
         outputs = llm.generate(inputs, params, use_tqdm=False)
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == shape.response_tokens
 
+    return generate
+
+
+def measure_engine(args: Args, shape: Shape, prompts: list[list[int]], device: Device) -> dict[str, float]:
+    """Seconds of bare generation, and of a reload of ready weights."""
+    llm = start_engine(args, shape, device)
+    generate = bare_generation(llm, shape, prompts)
     weights = ready_weights(args, device)
 
     def reload() -> None:
@@ -147,7 +161,7 @@ def measure_engine(args: Args, shape: Shape, prompts: list[list[int]], device: D
     }
 
 
-def kv_bytes(args: Args, shape: Shape) -> int:
+def kv_bytes(args: Any, shape: Shape) -> int:
     """What algos/grpo.py would give the engine for this shape."""
     from types import SimpleNamespace
 

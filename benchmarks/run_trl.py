@@ -4,7 +4,8 @@ Started by vs_trl.py with the Python of TRL's own virtual environment. What TRL 
 
     exact lengths         min_new_tokens for transformers, ignore_eos for vLLM
     one dtype             of master weights, compute and engine (TRL's engine would take the model folder's)
-    the engine's options  those of algos/grpo.py: eager, a KV cache of the size that is needed, no compiled sampler
+    the engine's options  those of algos/grpo.py: eager, a KV cache of the size that is needed, no compiled sampler; but
+                          vLLM's own block size, which algos/grpo.py sets lower to let a group share its prompt
     a sync that works     its own sends weights by `load_weights`, which fails on a CPU, where vLLM packs the weights
     no recomputation      gradient checkpointing is TRL's default; --gradient-checkpointing puts it back
 
@@ -15,22 +16,25 @@ of the step.
 
 import argparse
 import functools
+import math
 import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from common.device import GIB, get_device
-from common.memory import kv_cache_bytes
+from common.memory import kv_bytes_per_token
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BLOCK_SIZE = 128
+"""Tokens of vLLM's blocks on a CPU; on accelerators they are smaller."""
 
 
 class Clock:
@@ -67,13 +71,11 @@ def fix_engine(args: argparse.Namespace) -> None:
     from trl.generation import vllm_generation
 
     device.patch_engine()
-    sizes = SimpleNamespace(
-        kv_cache_gib=None, prompts_per_step=args.prompts, group_size=args.group_size, rollout_tp=1, dtype=args.dtype,
-        max_prompt_length=workload.MAX_PROMPT_LENGTH, max_response_length=args.response_length, trust_remote_code=False,
-    )  # fmt: skip
+    sequences, longest = args.prompts * args.group_size, workload.MAX_PROMPT_LENGTH + args.response_length
+    kv_tokens = sequences * math.ceil(longest / BLOCK_SIZE) * BLOCK_SIZE
     options = device.engine_kwargs() | {
-        "dtype": DTYPES[args.dtype], "generation_config": "vllm", "async_scheduling": False,
-        "kv_cache_memory_bytes": kv_cache_bytes(Path(args.model), sizes, device, ranks=1),
+        "dtype": DTYPES[args.dtype], "generation_config": "vllm", "async_scheduling": False, "block_size": None,
+        "kv_cache_memory_bytes": kv_tokens * kv_bytes_per_token(AutoConfig.from_pretrained(args.model), args.dtype),
     }  # fmt: skip
     build = vllm_generation.LLM
 

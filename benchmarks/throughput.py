@@ -8,7 +8,8 @@
 
 The script itself runs, under torchrun, with responses of exactly --response-length tokens (run_script.py says what is
 put in its place for that); the seconds are those it logs. Every figure is the median of --steps steps after a first one
-that is not counted. The model's operations are 6 x parameters x tokens, the head counted for response tokens only,
+that is not counted. On a CPU, bare `llm.generate` takes turns with a single rank, step by step (run_engine.py): what
+the rollout could reach. The model's operations are 6 x parameters x tokens, the head counted for response tokens only,
 whatever the script really computes; the share is of the matmul rate as limits.py measures it, with the threads of all
 ranks.
 
@@ -98,16 +99,34 @@ def script_command(args: Args, folder: Path) -> list[str]:
     return [sys.executable, *launcher, str(ROOT / "benchmarks" / "run_script.py"), *flags]
 
 
+def engine_command(args: Args, folder: Path) -> list[str]:
+    """The command that generates with a bare engine what the script's rollouts do."""
+    names = ("model", "prompts", "group_size", "response_length", "dtype")
+    given = {name.replace("_", "-"): getattr(args, name) for name in names}
+    given |= {"folder": folder, "steps": args.steps + 1}
+    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, str(ROOT / "benchmarks" / "run_engine.py"), *flags]
+
+
 def measure(*runs: Args) -> list[dict[str, float]]:
-    """Medians of each run's figures: seconds of the phases, tokens of a step, peak memory of a rank. In turns."""
+    """Medians of each run's figures: seconds of the phases, tokens of a step, peak memory of a rank. In turns.
+
+    A first run of one rank on a CPU also has "bare_rollout", the seconds of a bare engine that takes turns with them.
+    """
+    first = runs[0]
+    is_compared = first.engine and first.ranks == 1 and not get_device().is_accelerator
+    commands = [(run.script, script_command, run) for run in runs]
+    commands += [("the bare engine", engine_command, first)] * is_compared
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         sides = []
-        for i, run in enumerate(runs):
+        for i, (name, command, run) in enumerate(commands):
             folder = Path(scratch) / str(i)
             folder.mkdir()
-            side = Side(run.script, script_command(run, folder), folder, threads=threads_of(run))
-            sides.append(stack.enter_context(side))
-        return [medians(records) for records in workload.take_turns(sides, steps=runs[0].steps)]
+            sides.append(stack.enter_context(Side(name, command(run, folder), folder, threads=threads_of(run))))
+        results = [medians(records) for records in workload.take_turns(sides, steps=first.steps)]
+    if is_compared:
+        results[0]["bare_rollout"] = results.pop()["rollout"]
+    return results
 
 
 def add_rates(figures: dict[str, Any], args: Args, counts: tuple[int, int], peak: float) -> dict[str, Any]:
@@ -156,6 +175,8 @@ def show(figures: dict[str, Any], args: Args) -> None:
         for phase in PHASES
         if phase in figures and (args.engine or phase == "update")
     ]
+    if "bare_rollout" in figures:
+        rows.append(["rollout, of the bare engine's rate", f"{figures['bare_rollout'] / figures['rollout']:.1%}", ""])
     rows.append(["update, of the matmul rate", f"{figures['update_utilisation']:.1%}", ""])
     rows.append(["peak memory of a rank", f"{figures['peak_memory_gib']:.2f} GiB", ""])
     title = f"{args.script}, {shape_of(args)} tokens, {args.dtype}, {args.ranks} x {threads_of(args)} threads"

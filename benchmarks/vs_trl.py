@@ -2,15 +2,17 @@
 
     python benchmarks/vs_trl.py --model models/smollm2 --trl-python .venv-trl/bin/python
 
-TRL runs in a virtual environment of its own (benchmarks/requirements-trl.txt; `make bench` makes it) and two ways: with
-transformers' generation, which is what it does on a CPU today, and with vLLM in its own process. run_trl.py says what
-it is given for that beyond its defaults, among it a weight sync that works on a CPU. Both sides compute in
-micro-batches of the same size, without recomputing activations. Figures are medians over --steps steps, after one that
-is not counted; the two sides take turns, so what disturbs the machine disturbs both: the ratios are what counts.
+TRL runs in a virtual environment of its own (benchmarks/requirements-trl.txt; `make bench` makes it) and two ways:
+with transformers' generation, which is what it does on a CPU today, and with vLLM in its own process. run_trl.py says
+what it is given for that beyond its defaults, among it a weight sync that works on a CPU. Both sides compute in micro-
+batches of equally many sequences, TRL's own default, without recomputing activations. Figures are medians over --steps
+steps, after one that is not counted; the two sides take turns, so what disturbs the machine disturbs both: the ratios
+are what counts.
 
 Prints the phases of both sides and writes JSON (--out).
 """
 
+import math
 import os
 import sys
 import tempfile
@@ -45,7 +47,7 @@ class Args:
     """Tokens of every response."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute dtype of both sides; auto: bf16 where the hardware multiplies it, else fp32."""
-    micro_batch_sequences: int = 16
+    micro_batch_sequences: int = 8
     """Sequences in one forward and backward pass of both sides."""
     engines: tuple[Engine, ...] = ("transformers", "vllm")
     """What TRL generates with."""
@@ -59,12 +61,18 @@ class Args:
     """Where the figures go; "" writes none."""
 
 
+def micro_batch_tokens(args: Args) -> int:
+    """Tokens of --micro-batch-sequences sequences, a group's prompt counted once, as the script counts it."""
+    longest = max(map(len, workload.prompt_ids(args.model, args.prompts)))
+    groups = math.ceil(args.micro_batch_sequences / args.group_size)
+    return groups * longest + args.micro_batch_sequences * args.response_length
+
+
 def solorl_side(args: Args, folder: Path, threads: int) -> Side:
-    longest = max(map(len, workload.prompt_ids(args.model, args.prompts))) + args.response_length
     folder.mkdir(parents=True)
     settings = throughput.Args(
         model=args.model, prompts=args.prompts, group_size=args.group_size, response_length=args.response_length,
-        dtype=args.dtype, micro_batch_tokens=args.micro_batch_sequences * longest, steps=args.steps, threads=threads,
+        dtype=args.dtype, micro_batch_tokens=micro_batch_tokens(args), steps=args.steps, threads=threads,
         script_args="--gradient-checkpointing" * args.gradient_checkpointing,
     )  # fmt: skip
     return Side("SoloRL", throughput.script_command(settings, folder), folder, threads=threads)

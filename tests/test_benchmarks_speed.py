@@ -16,6 +16,8 @@ import tyro
 from conftest import ROOT, TINY, environment, run_script, succeeded
 from transformers import AutoModelForCausalLM
 
+from common import packing
+from common.data import Prompt
 from common.device import get_device
 from common.launch import UserError
 
@@ -222,6 +224,17 @@ def test_trls_requirements_are_pinned_and_agree_with_ours() -> None:
         assert {package: trl[package] for package in trl.keys() & ours} == {p: ours[p] for p in trl.keys() & ours}
 
 
+@pytest.mark.parametrize(("sequences", "groups"), [(4, 1), (8, 1), (12, 2), (16, 2)])
+def test_both_sides_compute_as_many_sequences_at_a_time(sequences: int, groups: int) -> None:
+    args = vs_trl.Args(model=MODEL, prompts=4, group_size=8, response_length=64, micro_batch_sequences=sequences)
+    longest = max(map(len, workload.prompt_ids(MODEL, 4)))
+    assert vs_trl.micro_batch_tokens(args) == groups * longest + sequences * 64
+    prompts = [Prompt(i, ids, "", None, {}, "rule", []) for i, ids in enumerate(workload.prompt_ids(MODEL, 4))]
+    samples = [SimpleNamespace(prompt=p, num_tokens=len(p.prompt_ids) + 64) for p in prompts for _ in range(8)]
+    micro_batches = packing.split(samples, vs_trl.micro_batch_tokens(args), is_packed=True)
+    assert len(micro_batches[0]) == sequences
+
+
 def test_a_missing_trl_is_named_with_the_command() -> None:
     run = run_script("benchmarks/vs_trl.py", "--trl-python", "nowhere/python", "--model", MODEL)
     assert run.returncode != 0 and "--trl-python nowhere/python: not found; `make bench` makes it" in run.stderr
@@ -285,6 +298,12 @@ def test_targets_that_are_reached() -> None:
 )
 def test_targets_that_are_missed(changes: dict[str, float], missed: list[str]) -> None:
     assert [name for name, verdict in verdicts(results(**changes)).items() if verdict == "MISSED"] == missed
+
+
+def test_the_bare_engine_that_took_turns_is_the_measure() -> None:
+    """What limits.py measured minutes before counts only where nothing took turns."""
+    assert verdicts(results(bare_rollout=9.4))["rollout, share of bare llm.generate's rate"] == "MISSED"
+    assert verdicts(results(bare_rollout=9.6, rollout=10.1))["rollout, share of bare llm.generate's rate"] == "reached"
 
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:

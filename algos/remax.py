@@ -390,19 +390,19 @@ def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under its Hugging Face name, unsharded, in compute dtype: one all-gather, and one copy, per layer.
+    """Every weight under its Hugging Face name, unsharded, in compute dtype: one all-gather per layer.
 
     A tied head comes beside the embedding, for engines that pack the head apart. What the root holds (embedding,
-    norm, head) is cloned, since the engine may look at it after it is sharded again.
+    norm, head) stays unsharded, since the engine may look at it again at the end: the caller reshards the model.
     """
     for prefix, module in model.named_modules():
-        if not isinstance(module, fsdp.FSDPModule):
-            continue
-        module.unshard()
-        for name, weight in module.named_parameters(prefix=prefix, remove_duplicate=False):
-            if not isinstance(weight, DTensor):  # weights of modules that are still sharded have their own turn
-                yield checkpoint.clean_name(name), weight.detach().clone() if module is model else weight.detach()
-        module.reshard()
+        if isinstance(module, fsdp.FSDPModule):
+            module.unshard()
+            for name, weight in module.named_parameters(prefix=prefix, remove_duplicate=False):
+                if not isinstance(weight, DTensor):  # weights of modules that are still sharded have their own turn
+                    yield checkpoint.clean_name(name), weight.detach()
+            if module is not model:
+                module.reshard()
 
 
 @torch.no_grad()
@@ -426,6 +426,7 @@ def sync_weights(llm: "LLM", model: nn.Module, device: Device) -> None:
             raise RuntimeError(f"weight sync: the engine was not given {sorted(owned - sent)}")
 
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(), "is_checkpoint_format": True})
+    model.reshard()
     if device.can_sleep:
         device.empty_cache()
         llm.wake_up(tags=["kv_cache"])

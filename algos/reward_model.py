@@ -209,7 +209,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         model = AutoModelForSequenceClassification.from_config(
             config,
             dtype=torch.float32 if trainable else DTYPES[args.dtype],
-            attn_implementation=packing.attention_for(config, device),
+            attn_implementation=packing.attention_for(config, device, DTYPES[args.dtype]),
             trust_remote_code=args.trust_remote_code,
         )
     disable_dropout(model)
@@ -267,7 +267,7 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
         columns=torch.tensor([len(sequence) - 1 for sequence in sequences]),
         pair_mask=torch.ones(len(samples)) * (not is_empty),
     )
-    return MicroBatch(**{name: tensor.to(device.torch_device) for name, tensor in vars(batch).items()})
+    return MicroBatch(**{name: device.send(value) for name, value in vars(batch).items()})
 
 
 def pair_scores(model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor]:

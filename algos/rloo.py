@@ -333,7 +333,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32 if trainable else DTYPES[args.dtype],
-            attn_implementation=packing.attention_for(config, device),
+            attn_implementation=packing.attention_for(config, device, DTYPES[args.dtype]),
             trust_remote_code=args.trust_remote_code,
         )
     disable_dropout(model)
@@ -373,7 +373,7 @@ def build_engine(folder: Path, args: Args, device: Device) -> "LLM":
             load_format="dummy",
             dtype=DTYPES[args.dtype],
             max_model_len=args.max_prompt_length + args.max_response_length,
-            max_num_seqs=min(sequences, 1024),
+            max_num_seqs=min(max(sequences, 128), 1024),  # an evaluation has more of them than a small step
             kv_cache_memory_bytes=memory.kv_cache_bytes(folder, args, device),
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher",  # uses torchrun's processes and process group
@@ -502,7 +502,7 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
         ref_logprobs=pad([sample.ref_logprobs for sample in samples]),
     )
     tensors = {name: value for name, value in vars(batch).items() if value is not None}
-    moved = {name: value.to(device.torch_device, non_blocking=True) for name, value in tensors.items()}
+    moved = {name: device.send(value) for name, value in tensors.items()}
     return MicroBatch(**(vars(batch) | moved))
 
 

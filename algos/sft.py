@@ -201,7 +201,7 @@ def shard_model(folder: Path, args: Args, device: Device, *, trainable: bool) ->
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32 if trainable else DTYPES[args.dtype],
-            attn_implementation=packing.attention_for(config, device),
+            attn_implementation=packing.attention_for(config, device, DTYPES[args.dtype]),
             trust_remote_code=args.trust_remote_code,
         )
     disable_dropout(model)
@@ -254,7 +254,7 @@ def collate(samples: list[Sample], device: Device) -> MicroBatch:
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float() * (not is_empty)
     layout = packing.make_layout([0] * len(samples), [sample.num_tokens for sample in samples], range(len(samples)))
     batch = MicroBatch(input_ids, layout, rows, columns, offsets, mask)
-    return MicroBatch(**{name: tensor.to(device.torch_device) for name, tensor in vars(batch).items()})
+    return MicroBatch(**{name: device.send(value) for name, value in vars(batch).items()})
 
 
 def compute_logprobs(model: nn.Module, batch: MicroBatch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:

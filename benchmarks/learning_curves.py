@@ -29,7 +29,9 @@ import tyro
 
 from common import tracking
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from workload import ROOT, TORCHRUN, environment
+
 TINY = ROOT / "assets" / "tiny-arith"
 SAVE_EVERY = 20
 
@@ -140,14 +142,15 @@ def run(experiment: Experiment, seed: int, args: Args) -> Result:
     log = run_dir.with_suffix(".log")
     if not is_finished(run_dir):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*launcher, *command_of(experiment, seed, args)[1:], "--run-dir", str(run_dir)]
+        command = [*TORCHRUN, *command_of(experiment, seed, args)[1:], "--run-dir", str(run_dir)]
         command += ["--save-every", str(SAVE_EVERY)]
         if (run_dir / "metrics.jsonl").exists():
             command.append("--resume")
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
+        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         with log.open("a") as file:
-            code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment(threads), stdout=file, stderr=subprocess.STDOUT
+            ).returncode
         if code != 0 or not is_finished(run_dir):
             raise RuntimeError(f"{experiment.name}, seed {seed}: exit code {code}; {log} says why")
     return read(experiment, seed, run_dir)

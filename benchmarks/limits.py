@@ -180,7 +180,7 @@ def load_model(args: Args, device: Device) -> torch.nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    attention = device.attn_implementation()
+    attention = device.attn_implementation(DTYPES[args.dtype])
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype], attn_implementation=attention)
     return model.to(device.torch_device)
 

@@ -25,7 +25,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from workload import ROOT, TORCHRUN, environment
 
 ROLLOUTS = (
     *("--prompts-per-step", "8", "--max-prompt-length", "64", "--micro-batch-tokens", "1000", "--lr", "1e-3"),
@@ -52,14 +53,9 @@ KILLS = 4
 """At most so many kills before a run is let through."""
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-
-
 def start(arguments: tuple[str, ...], run_dir: Path, *, resume: bool, log: Path) -> subprocess.Popen:
     """Start torchrun; its output is appended to `log`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments, "--run-dir", str(run_dir)]
+    command = [*TORCHRUN, *arguments, "--run-dir", str(run_dir)]
     with open(log, "ab") as output:
         return subprocess.Popen(
             [*command, *(["--resume"] if resume else [])], env=environment(), stdout=output, stderr=subprocess.STDOUT
@@ -230,7 +226,7 @@ class Soak:
 def sync_growth(folder: Path) -> dict[str, float]:
     """Growth of the process over 200 weight syncs, in MB a sync; see tests/workers/syncs.py."""
     out = folder / "syncs.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    command = [*TORCHRUN, "--nproc_per_node", "1"]
     worker = [str(ROOT / "tests/workers/syncs.py"), "--out", str(out), "--syncs", "200"]
     subprocess.run([*command, *worker], env=environment(), check=True, timeout=300, stdout=subprocess.DEVNULL)
     return json.loads(out.read_text())

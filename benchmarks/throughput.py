@@ -86,7 +86,6 @@ def script_command(args: Args, folder: Path) -> list[str]:
     """The command that trains with the script step by step, its files in `folder`."""
     shape = shape_of(args)
     prompts = workload.write_prompts(folder, shape.prompts)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
     given = {
         "script": ROOT / args.script, "folder": folder, "model": args.model, "train-files": prompts,
         "prompts-per-step": shape.prompts, "group-size": shape.group_size,
@@ -96,7 +95,8 @@ def script_command(args: Args, folder: Path) -> list[str]:
     }  # fmt: skip
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     flags += ["--no-export", *(["--engine"] if args.engine else []), *shlex.split(args.script_args)]
-    return [sys.executable, *launcher, str(ROOT / "benchmarks" / "run_script.py"), *flags]
+    script = str(ROOT / "benchmarks" / "run_script.py")
+    return [*workload.TORCHRUN, "--nproc_per_node", str(args.ranks), script, *flags]
 
 
 def engine_command(args: Args, folder: Path) -> list[str]:
@@ -213,6 +213,7 @@ def main(args: Args) -> None:
     shapes = limits.matmul_shapes(args.model, min(args.micro_batch_tokens, 16 * longest), device)
     peak = limits.matmul_rate(shapes, limits.DTYPES[args.dtype], repeats=5, device=device)
     peak *= args.ranks if device.is_accelerator else 1
+    device.empty_cache()  # this process keeps nothing of the memory that the ranks need
     args.threads = threads_of(args)
     known: dict[str, dict[str, Any]] = {}  # figures by arguments, so that no run is measured twice
 

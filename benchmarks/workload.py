@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("rollout", "rewards", "logprobs", "update", "sync", "step")
 """What a step is made of, and the step itself, which has a little more than its phases."""
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+"""torchrun as a program starts it; arguments follow."""
+
 CLOCK = "SOLORL_BENCHMARK_CLOCK"
 """Environment variable that tells a side which clock to use: `wall` or `processor`."""
 
@@ -139,6 +142,13 @@ def threads_for(clock: str, ranks: int = 1) -> int:
 # -- running a side, step by step -------------------------------------------------------------------------------------
 
 
+def environment(threads: int = 1) -> dict[str, str]:
+    """The environment of a program that a benchmark starts: the packages of this repository, no hub."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    return os.environ | settings | {"PYTHONPATH": path}
+
+
 def wait_for_turn(folder: Path, step: int) -> None:
     """Called by a side: sleep until `folder` has the file that lets it do `step`."""
     while not (folder / f"go-{step}").exists():
@@ -162,14 +172,13 @@ class Side:
     def __init__(self, name: str, command: Sequence[str], folder: Path, *, threads: int) -> None:
         self.name, self.folder, self.done = name, folder, 0
         folder.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = folder / "log.txt"
         with self.log.open("w") as log:
             # A session of its own: where the scheduler shares the processor among sessions, all sides get as much.
             self.process = subprocess.Popen(
-                command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                command, env=environment(threads), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
 
     def __enter__(self) -> "Side":
         return self

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 GIB = 1024**3
+HALF = (torch.bfloat16, torch.float16)
 
 
 HARMLESS_LINES = (b"NUMA binding: Using MEMBIND policy",)
@@ -102,22 +103,24 @@ class Device:
             return torch.bfloat16
         return torch.float32
 
-    def attn_implementation(self) -> str:
-        """flash-attn when it is installed, else torch's scaled-dot-product attention."""
-        if self.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
-            return "flash_attention_2"
-        return "sdpa"
+    def attn_implementation(self, dtype: torch.dtype) -> str:
+        """flash-attn when it is installed and can compute in `dtype`, else torch's scaled-dot-product attention."""
+        if self.type != "cuda" or dtype not in HALF:
+            return "sdpa"
+        from transformers.utils import is_flash_attn_2_available  # another package has the same module name
 
-    def varlen_kernel(self) -> str | None:
-        """What attends to sequences of different lengths that stand in one row, in 16-bit formats.
+        return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+
+    def varlen_kernel(self, dtype: torch.dtype) -> str | None:
+        """What attends to sequences of different lengths that stand in one row.
 
         "flash-attn" when it is installed; else "torch", its copy of the same kernel, on NVIDIA GPUs from Ampere on;
-        else None.
+        else None. In 16-bit formats only.
         """
-        if self.attn_implementation() == "flash_attention_2":
+        if self.attn_implementation(dtype) == "flash_attention_2":
             return "flash-attn"
         is_nvidia = self.type == "cuda" and torch.version.hip is None
-        has_copy = is_nvidia and torch.backends.cuda.is_flash_attention_available()
+        has_copy = is_nvidia and dtype in HALF and torch.backends.cuda.is_flash_attention_available()
         return "torch" if has_copy and torch.cuda.get_device_capability(self.index) >= (8, 0) else None
 
     # -- state and memory ---------------------------------------------------------------------------------------------
@@ -130,6 +133,14 @@ class Device:
     def synchronize(self) -> None:
         if self.is_accelerator:
             self._module.synchronize()
+
+    def send(self, value: Any) -> Any:
+        """A tensor on the device; what is none moves itself, as packing.Layout. The host does not wait for the copy."""
+        if not isinstance(value, torch.Tensor):
+            return value.to(self)
+        if self.type == "cuda" and not value.is_cuda:
+            value = value.pin_memory()  # from other memory the copy would wait for all that is queued
+        return value.to(self.torch_device, non_blocking=True)
 
     def empty_cache(self) -> None:
         """Return cached blocks to the driver, so that the engine in the same process can have them."""
@@ -205,7 +216,7 @@ class Device:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         for name in ("VLLM_DP_SIZE", "VLLM_DP_RANK"):
             os.environ.pop(name, None)
-        local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+        local_world_size, threads = os.environ.get("LOCAL_WORLD_SIZE"), torch.get_num_threads()
         # Of the engine's own calls.
         warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
         # On a CPU: "Triton not available", "Triton doesn't include CPU backend", "No CUDA runtime is found".
@@ -221,11 +232,16 @@ class Device:
             yield
         if local_world_size is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world_size  # the CPU engine overwrites torchrun's value
+        if self.is_accelerator:
+            torch.set_num_threads(threads)  # the engine leaves one; --cpu-offload computes on the processor
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM` that depend on the device."""
         if self.is_accelerator:
-            return {"enable_sleep_mode": self.can_sleep, "enforce_eager": False}
+            kwargs = {"enable_sleep_mode": self.can_sleep, "enforce_eager": False}
+            # vLLM refuses to start when this share of the memory is not free, even where the size of the KV cache is
+            # given and the share means nothing else: the trainer is there already.
+            return kwargs | ({"gpu_memory_utilization": 0.01} if self.type == "cuda" else {})
         # Compiling on a CPU takes minutes, and vLLM packs weights there, which compiled graphs would not notice. Its
         # blocks of 128 tokens would be longer than most prompts, and only full ones are shared by a group.
         return {"enforce_eager": True, "block_size": 32}

@@ -22,12 +22,15 @@ FREE_MEMORY_SHARE = 0.5
 """At most this share of the memory that is free when the engine is built becomes KV cache."""
 
 
-def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
-    """Bytes of keys and values that one token leaves in all layers."""
+def kv_bytes_per_token(config: PretrainedConfig, dtype: str, *, tp: int = 1) -> int:
+    """Bytes of keys and values that one token leaves in all layers, on each of `tp` ranks that share an engine.
+
+    With more ranks than heads of keys each rank has one all the same.
+    """
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * DTYPE_BYTES[dtype]
+    return 2 * config.num_hidden_layers * max(1, heads // tp) * head_dim * DTYPE_BYTES[dtype]
 
 
 def kv_cache_bytes(folder: Path, args: Any, device: Device, *, ranks: int | None = None) -> int:
@@ -46,11 +49,24 @@ def kv_cache_bytes(folder: Path, args: Any, device: Device, *, ranks: int | None
     # each response. Then whole blocks of a response, and one that is being filled.
     shared = (args.max_prompt_length - 1) // block
     own = math.ceil((args.max_prompt_length + args.max_response_length) / block) - shared + 1
-    block_bytes = math.ceil(block * kv_bytes_per_token(config, args.dtype) / args.rollout_tp)
+    block_bytes = block * kv_bytes_per_token(config, args.dtype, tp=args.rollout_tp)
     needed = prompts * (shared + args.group_size * own) * block_bytes
     sharing = 1 if device.is_accelerator else min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    limit = int(device.memory()[0] * FREE_MEMORY_SHARE / sharing)
+    free = device.memory()[0] / sharing - bytes_to_come(folder, args, device, ranks=ranks)
+    limit = int(max(0, free) * FREE_MEMORY_SHARE)
     return max(2 * (shared + own) * block_bytes, min(needed, limit))
+
+
+def bytes_to_come(folder: Path, args: Any, device: Device, *, ranks: int) -> float:
+    """What a rank will hold beside the KV cache, and does not hold yet when the engine is built.
+
+    That is the engine's weights, and AdamW's moments, which the first update makes, of the policy and of a critic that
+    is as large. A run that goes on from a checkpoint has the moments already: it is treated alike.
+    """
+    total = sizes_of(folder, args)[0].total
+    in_main_memory = getattr(args, "cpu_offload", False) and device.is_accelerator
+    trained = 0 if in_main_memory else hasattr(args, "lr") + hasattr(args, "critic_lr")
+    return DTYPE_BYTES[args.dtype] * total / args.rollout_tp + 8 * trained * total / ranks
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,7 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
         "frozen models (sharded)": frozen_models * compute * sizes.total / ranks,
         "two layers gathered, with gradients": 2 * 2 * compute * sizes.layer,
         "embedding and head gathered, with gradients": 2 * compute * sizes.root,
-        "unsharded gradient until the last micro-batch": compute * sizes.total * args.delay_gradient_reduction,
+        "unsharded gradient until the last micro-batch": 4 * sizes.total * args.delay_gradient_reduction,  # fp32
         f"activations of {tokens:,} tokens (estimate)": kept,
         f"logits, {args.logits_chunk_rows:,} rows x {text.vocab_size:,}": 3 * logits,
         "engine weights": compute * sizes.total / args.rollout_tp,

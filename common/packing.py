@@ -4,7 +4,7 @@ A causal model's keys and values of a prompt do not depend on what follows it, s
 their prompt: its tokens go through the model once instead of once for each response. And since all of a transformer but
 its attention treats tokens one by one, tokens of different sequences can stand side by side in one row.
 
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config, device))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config, device, dtype))
     layout = layout_of(samples)                                                # on the host, from lengths alone
     hidden = hidden_at(model.get_decoder(), input_ids, layout, rows, columns)  # (N, H), as without a layout
 
@@ -13,13 +13,13 @@ its attention treats tokens one by one, tokens of different sequences can stand 
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.device import Device, get_device
@@ -45,10 +45,6 @@ class Bucket:
     keys: torch.Tensor  # (S, K) places of the prompt's tokens and then the segment's own; padding likewise
     prompt_lengths: torch.Tensor  # (S,) tokens that a segment sees before its own
     masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)  # once for all layers
-
-    def to(self, device: torch.device, non_blocking: bool = True) -> "Bucket":
-        tensors = self.queries, self.keys, self.prompt_lengths
-        return Bucket(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores, (S, 1, Q, K): 0 where a query sees a key, else minus infinity."""
@@ -84,15 +80,12 @@ class Layout:
     max_queries: int
     max_seen: int
 
-    def to(self, device: torch.device, non_blocking: bool = True) -> "Layout":
-        """The layout on a device."""
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return value.to(device, non_blocking=non_blocking)
-            return tuple(bucket.to(device, non_blocking) for bucket in value) if isinstance(value, tuple) else value
-
-        return Layout(**{name: moved(value) for name, value in vars(self).items()})
+    def to(self, device: Device) -> "Layout":
+        """The layout on a device. On an accelerator without the buckets: its kernels need none."""
+        if not device.is_accelerator:
+            return self
+        tensors = {name: device.send(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, buckets=(), **tensors)
 
 
 @dataclass
@@ -229,14 +222,18 @@ def hidden_at(
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def attention_for(config: PretrainedConfig, device: Device) -> str:
+def attention_for(config: PretrainedConfig, device: Device, dtype: torch.dtype) -> str:
     """The `attn_implementation` of a model: `PACKED_ATTENTION` for the kinds that were tried, else the device's own.
 
     On accelerators it takes a kernel for sequences of different lengths: torch's masked attention there would store
     every score.
     """
-    is_fast = not device.is_accelerator or device.varlen_kernel() is not None
-    return PACKED_ATTENTION if config.model_type in PACKED_MODELS and is_fast else device.attn_implementation()
+    is_fast = not device.is_accelerator or device.varlen_kernel(dtype) is not None
+    if config.model_type in PACKED_MODELS and is_fast:
+        return PACKED_ATTENTION
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    takes_flash = model_class is None or model_class._supports_flash_attn
+    return device.attn_implementation(dtype) if takes_flash else "sdpa"
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -292,8 +289,7 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     It is called with query (N, heads, D), key and value of what each segment sees (M, kv heads, D), the layout, the
     scale and the window. Both have the causal mask aligned at the last key, so a response sees all of its prompt.
     """
-    kernel = get_device().varlen_kernel() if dtype in (torch.bfloat16, torch.float16) else None
-    return {"flash-attn": _by_flash_attn, "torch": _by_torch, None: None}[kernel]
+    return {"flash-attn": _by_flash_attn, "torch": _by_torch, None: None}[get_device().varlen_kernel(dtype)]
 
 
 def _by_flash_attn(

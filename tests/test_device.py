@@ -56,7 +56,10 @@ def test_cuda_and_rocm_share_a_type_and_differ_in_name(monkeypatch, hip, name, v
     assert "gloo" in device.backend  # checkpoints are written from main memory while training goes on
     assert "nccl" in device.backend
     assert device.default_dtype() == torch.bfloat16
-    assert device.engine_kwargs() == {"enable_sleep_mode": True, "enforce_eager": False}
+    # vLLM does not start where less than its share of the memory is free, 92 % by default.
+    assert device.engine_kwargs() == {
+        "enable_sleep_mode": True, "enforce_eager": False, "gpu_memory_utilization": 0.01
+    }  # fmt: skip
 
 
 def test_ascend_goes_before_everything_else(monkeypatch):
@@ -79,19 +82,14 @@ def test_a_device_without_sleep_does_not_ask_for_it():
     assert device.engine_kwargs()["enable_sleep_mode"] is False
 
 
-def test_the_cpu_has_no_kernel_for_different_lengths():
-    assert Device("CPU", "cpu", 0, "gloo", "", can_sleep=False).varlen_kernel() is None
-
-
-def test_attention_falls_back_without_flash_attn(monkeypatch):
+def test_attention_by_what_is_installed_and_by_precision(monkeypatch):
     pretend_gpu(monkeypatch, hip=None)
-    find = device_module.importlib.util.find_spec
-    for found, expected in ((object(), "flash_attention_2"), (None, "sdpa")):
-        monkeypatch.setattr(
-            device_module.importlib.util, "find_spec", lambda name, f=found: f if name == "flash_attn" else find(name)
-        )
-        assert Device("CUDA", "cuda", 0, "gloo", "", can_sleep=True).attn_implementation() == expected
-    assert Device("CPU", "cpu", 0, "gloo", "", can_sleep=False).attn_implementation() == "sdpa"
+    gpu, cpu = get_device(), Device("CPU", "cpu", 0, "gloo", "", can_sleep=False)
+    for is_installed, expected in ((True, "flash_attention_2"), (False, "sdpa")):
+        monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda found=is_installed: found)
+        assert gpu.attn_implementation(torch.bfloat16) == gpu.attn_implementation(torch.float16) == expected
+        assert gpu.attn_implementation(torch.float32) == cpu.attn_implementation(torch.bfloat16) == "sdpa"
+        assert gpu.varlen_kernel(torch.float32) is None and cpu.varlen_kernel(torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(
@@ -109,9 +107,38 @@ def test_kernel_for_sequences_of_different_lengths(monkeypatch, hip, capability,
     pretend_gpu(monkeypatch, hip=hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: has_copy)
-    own = "flash_attention_2" if has_flash_attn else "sdpa"
-    monkeypatch.setattr(Device, "attn_implementation", lambda self: own)
-    assert device_module.get_device.__wrapped__().varlen_kernel() == expected
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: has_flash_attn)
+    assert get_device().varlen_kernel(torch.bfloat16) == expected
+
+
+def test_the_host_does_not_wait_for_copies_to_cuda(monkeypatch):
+    """Pinned first, if it is in main memory; what knows how to move is left to it."""
+    pretend_gpu(monkeypatch, hip=None)
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, non_blocking: calls.append((str(device), non_blocking))
+    )
+    get_device().send(torch.zeros(2))
+    assert calls == ["pin", ("cuda:0", True)]
+    calls.clear()
+    Device("CPU", "cpu", 0, "gloo", "", can_sleep=False).send(torch.zeros(2))
+    assert calls == [("cpu", True)]
+    layout = types.SimpleNamespace(to=lambda device: f"on {device.name}")
+    assert get_device().send(layout) == "on CUDA"
+
+
+def test_the_engine_does_not_take_the_trainer_s_threads(monkeypatch):
+    """On accelerators vLLM sets one for the whole process as it starts."""
+    pretend_gpu(monkeypatch, hip=None)
+    before = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", before.append)
+    monkeypatch.setattr(device_module.importlib, "import_module", lambda name: None)
+    monkeypatch.setattr(device_module.gc, "freeze", lambda: None)
+    with get_device().starting_engine():
+        torch.set_num_threads(1)
+    assert before == [1, 7]
 
 
 def test_the_cpu_computes_in_bf16_only_where_it_multiplies_it(monkeypatch):

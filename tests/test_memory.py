@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, TINY, environment
@@ -63,8 +64,9 @@ def test_the_engine_gets_what_a_step_needs_and_no_more_than_its_share(monkeypatc
     needed = 8 * (3 + 4 * 2) * block
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == needed
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=2) == needed / 2
-    monkeypatch.setattr(Device, "memory", lambda self: (needed, 100 * needed))
-    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == needed / 2  # half of what is free
+    to_come = memory.bytes_to_come(TINY / "model", args, CPU, ranks=1)
+    monkeypatch.setattr(Device, "memory", lambda self: (to_come + needed, 100 * needed))
+    assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == needed / 2  # half of what is free then
     monkeypatch.setattr(Device, "memory", lambda self: (0, 100 * needed))
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == 2 * (3 + 2) * block  # two sequences
 
@@ -78,6 +80,27 @@ def test_a_prompt_of_whole_blocks_shares_all_but_the_last():
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == (2 + 8 * (1 + 1 + 1)) * block
 
 
+def test_what_comes_after_the_kv_cache_is_kept_free(seven_b):
+    """The engine's weights, and the moments of the first update: else the second rollout would find no memory."""
+    parameters = 7_615_616_512
+    gpu = Device("CUDA", "cuda", 0, "cpu:gloo,cuda:nccl", "", can_sleep=True)
+    assert memory.bytes_to_come(seven_b, arguments(), gpu, ranks=8) == (2 + 8 / 8) * parameters
+    assert memory.bytes_to_come(seven_b, arguments(rollout_tp=2), gpu, ranks=8) == (2 / 2 + 8 / 8) * parameters
+    assert memory.bytes_to_come(seven_b, arguments(cpu_offload=True), gpu, ranks=8) == 2 * parameters
+    with_critic = SimpleNamespace(**vars(arguments()), critic_lr=1e-5)
+    assert memory.bytes_to_come(seven_b, with_critic, gpu, ranks=8) == (2 + 16 / 8) * parameters
+    evaluation = SimpleNamespace(dtype="bf16", rollout_tp=1, trust_remote_code=False)
+    assert memory.bytes_to_come(seven_b, evaluation, gpu, ranks=8) == 2 * parameters
+
+
+def test_heads_are_never_split_over_ranks(seven_b):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(seven_b)  # 4 heads of keys
+    whole = memory.kv_bytes_per_token(config, "bf16")
+    assert [whole / memory.kv_bytes_per_token(config, "bf16", tp=tp) for tp in (1, 2, 4, 8)] == [1, 2, 4, 4]
+
+
 def test_gradient_checkpointing_and_delayed_reduction_move_the_plan(seven_b):
     def activations(**changes) -> float:
         rows = memory.plan(seven_b, arguments(**changes), ranks=8, frozen_models=0, device=CPU)
@@ -86,7 +109,7 @@ def test_gradient_checkpointing_and_delayed_reduction_move_the_plan(seven_b):
     assert activations() < activations(gradient_checkpointing=False) / 10
     assert activations(micro_batch_tokens=4096) == pytest.approx(activations() / 2)
     rows = memory.plan(seven_b, arguments(delay_gradient_reduction=True), ranks=8, frozen_models=0, device=CPU)
-    assert rows["unsharded gradient until the last micro-batch"] == 2 * 7_615_616_512
+    assert rows["unsharded gradient until the last micro-batch"] == 4 * 7_615_616_512  # fp32
 
 
 def test_activations_are_near_what_autograd_keeps():

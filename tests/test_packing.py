@@ -228,16 +228,23 @@ def test_torchs_own_kernel_takes_what_it_is_given() -> None:
             assert out.shape == query.shape and out.dtype == query.dtype and out.requires_grad
 
 
-def test_kernel_by_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {"flash-attn": packing._by_flash_attn, "torch": packing._by_torch, None: None}
     for name, expected in kernels.items():
-        monkeypatch.setattr(packing, "get_device", lambda name=name: SimpleNamespace(varlen_kernel=lambda: name))
-        choose = packing.varlen_attention.__wrapped__
-        assert choose(torch.bfloat16) is choose(torch.float16) is expected and choose(torch.float32) is None
+        monkeypatch.setattr(packing, "get_device", lambda name=name: SimpleNamespace(varlen_kernel=lambda dtype: name))
+        assert packing.varlen_attention.__wrapped__(torch.bfloat16) is expected
 
 
-def test_without_an_accelerator_torch_attends() -> None:
-    assert packing.varlen_attention(torch.bfloat16) is None
+def test_an_accelerator_gets_no_buckets() -> None:
+    """Its kernels need none, so that copying them would be for nothing."""
+    layout = batch()[2]
+    device = SimpleNamespace(is_accelerator=True, send=lambda tensor: tensor + 0)
+    sent = layout.to(device)
+    assert sent.buckets == () and sent.max_seen == layout.max_seen
+    for name in ("tokens", "position_ids", "unpack", "seen", "query_starts", "seen_starts"):
+        assert torch.equal(getattr(sent, name), getattr(layout, name))
+        assert getattr(sent, name).dtype == getattr(layout, name).dtype
+    assert layout.to(SimpleNamespace(is_accelerator=False)) is layout
 
 
 def test_layers_share_one_mask() -> None:
@@ -249,23 +256,24 @@ def test_layers_share_one_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_accelerator", "kernel", "chosen"),
+    ("kind", "is_accelerator", "kernel", "own", "chosen"),
     [
-        ("qwen3", False, None, packing.PACKED_ATTENTION),
-        ("qwen3", True, "flash-attn", packing.PACKED_ATTENTION),
-        ("qwen3", True, "torch", packing.PACKED_ATTENTION),
-        ("qwen3", True, None, "the device's own"),
-        ("mamba", False, None, "the device's own"),
-        ("gpt_oss", True, "flash-attn", "the device's own"),
+        ("qwen3", False, None, "sdpa", packing.PACKED_ATTENTION),
+        ("qwen3", True, "flash-attn", "flash_attention_2", packing.PACKED_ATTENTION),
+        ("qwen3", True, "torch", "sdpa", packing.PACKED_ATTENTION),
+        ("qwen3", True, None, "sdpa", "sdpa"),  # as in fp32
+        ("mamba", False, None, "sdpa", "sdpa"),
+        ("qwen2_moe", True, "flash-attn", "flash_attention_2", "flash_attention_2"),
+        ("bloom", True, "flash-attn", "flash_attention_2", "sdpa"),  # transformers has none for it
     ],
 )
 def test_models_and_devices_that_take_packed_rows(
-    kind: str, is_accelerator: bool, kernel: str | None, chosen: str
+    kind: str, is_accelerator: bool, kernel: str | None, own: str, chosen: str
 ) -> None:
     device = SimpleNamespace(
-        is_accelerator=is_accelerator, varlen_kernel=lambda: kernel, attn_implementation=lambda: "the device's own"
+        is_accelerator=is_accelerator, varlen_kernel=lambda dtype: kernel, attn_implementation=lambda dtype: own
     )
-    assert packing.attention_for(SimpleNamespace(model_type=kind), device) == chosen
+    assert packing.attention_for(AutoConfig.for_model(kind), device, torch.bfloat16) == chosen
 
 
 def test_a_model_with_another_attention_gets_padded_sequences() -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, environment, run_forked, succeeded, torchrun_command
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from algos import grpo
 from benchmarks.soak import is_alive, ranks_of
@@ -279,14 +281,34 @@ def test_an_engine_that_disagrees_stops_the_run_with_both_numbers(process_group)
     assert "nan (engine)" in str(error.value)
 
 
+def test_what_the_root_holds_is_there_until_the_engine_is_done(process_group):
+    """The engine packs embedding and head when all weights are there, long after it was handed these."""
+    seen = {}
+
+    def reload(name, kwargs):
+        sent = dict(kwargs["weights_iterator"])
+        seen.update({name: weight.clone() for name, weight in sent.items()})
+
+    llm = SimpleNamespace(
+        apply_model=lambda function: [{"weight", "bias"}], collective_rpc=reload, reset_prefix_cache=lambda: True
+    )
+    layer = torch.nn.Linear(2, 2)
+    expected = {name: value.detach().clone() for name, value in layer.named_parameters()}
+    model = fully_shard(layer)
+    grpo.sync_weights(llm, model, get_device())
+    assert all(torch.equal(seen[name], value) for name, value in expected.items())
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())  # and then sharded again
+
+
 def test_a_prefix_cache_that_was_not_dropped_stops_the_run(process_group):
     """The engine keeps it while a request still holds blocks of it, and only says so by what it returns."""
     results = [True, False]
     llm = SimpleNamespace(
-        apply_model=lambda function: [set()],
+        apply_model=lambda function: [{"weight", "bias"}],
         collective_rpc=lambda name, kwargs: list(kwargs["weights_iterator"]),
         reset_prefix_cache=lambda: results.pop(0),
     )
-    grpo.sync_weights(llm, torch.nn.Linear(2, 2), get_device())
+    model = fully_shard(torch.nn.Linear(2, 2))
+    grpo.sync_weights(llm, model, get_device())
     with pytest.raises(RuntimeError, match="prefix cache"):
-        grpo.sync_weights(llm, torch.nn.Linear(2, 2), get_device())
+        grpo.sync_weights(llm, model, get_device())

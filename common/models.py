@@ -8,10 +8,11 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Attention has its rate as a number of its own: changing the configuration would come too late.
-        for name, value in vars(module).items():
+    # Attention looks its rate up, most often in its module, which had it from the configuration; some in the latter.
+    for holder in (*model.modules(), model.config):
+        for name, value in vars(holder).items():
             if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+                setattr(holder, name, 0.0)
 
 
 def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:

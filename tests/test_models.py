@@ -1,5 +1,6 @@
 """What is done to a model before it is trained: no dropout, and layers compiled that compute what they computed."""
 
+import pytest
 import torch
 from conftest import TINY
 from test_packing import batch, largest_gap, models
@@ -18,8 +19,15 @@ def test_no_dropout_is_left_in_any_place() -> None:
     assert torch.equal(model(ids).logits, model(ids).logits)
 
 
-def test_no_dropout_is_left_in_attention_that_has_a_rate_of_its_own() -> None:
-    config = AutoConfig.from_pretrained(TINY / "model", attention_dropout=0.5)
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("kind", ["in the module", "in the configuration"])
+def test_no_dropout_is_left_in_attention_that_looks_its_rate_up(kind: str) -> None:
+    if kind == "in the module":
+        config = AutoConfig.from_pretrained(TINY / "model", attention_dropout=0.5)
+    else:
+        config = AutoConfig.for_model("persimmon", **SIZES, attention_dropout=0.5)
     model = AutoModelForCausalLM.from_config(config).train()
     ids = torch.arange(10)[None]
     assert not torch.equal(model(ids).logits, model(ids).logits)

@@ -3,7 +3,6 @@
 Started by throughput.py, to take turns with the script: what disturbs the machine disturbs both.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,13 +14,7 @@ import workload
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
-    for name in ("prompts", "group-size", "response-length", "steps"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    args = parser.parse_args()
+    args = workload.side_parser(__doc__).parse_args()
     shape = workload.Shape(args.prompts, args.group_size, args.response_length)
     llm = limits.start_engine(args, shape, get_device())
     generate = limits.bare_generation(llm, shape, workload.prompt_ids(args.model, shape.prompts))

@@ -27,14 +27,12 @@ import torch
 from transformers import AutoConfig
 
 from common.device import GIB, get_device
-from common.memory import kv_bytes_per_token
+from common.memory import DEFAULT_BLOCK_SIZE, kv_bytes_per_token
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BLOCK_SIZE = 128
-"""Tokens of vLLM's blocks on a CPU; on accelerators they are smaller."""
 
 
 class Clock:
@@ -72,7 +70,7 @@ def fix_engine(args: argparse.Namespace) -> None:
 
     device.patch_engine()
     sequences, longest = args.prompts * args.group_size, workload.MAX_PROMPT_LENGTH + args.response_length
-    kv_tokens = sequences * math.ceil(longest / BLOCK_SIZE) * BLOCK_SIZE
+    kv_tokens = sequences * math.ceil(longest / DEFAULT_BLOCK_SIZE) * DEFAULT_BLOCK_SIZE
     options = device.engine_kwargs() | {
         "dtype": DTYPES[args.dtype], "generation_config": "vllm", "async_scheduling": False, "block_size": None,
         "kv_cache_memory_bytes": kv_tokens * kv_bytes_per_token(AutoConfig.from_pretrained(args.model), args.dtype),
@@ -164,13 +162,9 @@ def check_lengths(trainer: Any, response_length: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser = workload.side_parser(__doc__)
     parser.add_argument("--engine", choices=("transformers", "vllm"), required=True)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
-    for name in ("prompts", "group-size", "response-length", "micro-batch-sequences", "steps"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--micro-batch-sequences", type=int, required=True)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     args = parser.parse_args()
     clock = Clock()

@@ -93,19 +93,15 @@ def script_command(args: Args, folder: Path) -> list[str]:
         "dtype": args.dtype, "micro-batch-tokens": args.micro_batch_tokens, "steps": args.steps + 1, "lr": 1e-6,
         "warmup-steps": 0, "eval-every": 0, "run-dir": folder / "run",
     }  # fmt: skip
-    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    flags += ["--no-export", *(["--engine"] if args.engine else []), *shlex.split(args.script_args)]
+    switches = ["--no-export", *(["--engine"] if args.engine else []), *shlex.split(args.script_args)]
     script = str(ROOT / "benchmarks" / "run_script.py")
-    return [*workload.TORCHRUN, "--nproc_per_node", str(args.ranks), script, *flags]
+    return [*workload.TORCHRUN, "--nproc_per_node", str(args.ranks), script, *workload.flags(given), *switches]
 
 
 def engine_command(args: Args, folder: Path) -> list[str]:
     """The command that generates with a bare engine what the script's rollouts do."""
-    names = ("model", "prompts", "group_size", "response_length", "dtype")
-    given = {name.replace("_", "-"): getattr(args, name) for name in names}
-    given |= {"folder": folder, "steps": args.steps + 1}
-    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    return [sys.executable, str(ROOT / "benchmarks" / "run_engine.py"), *flags]
+    given = workload.work_of(args) | {"folder": folder}
+    return [sys.executable, str(ROOT / "benchmarks" / "run_engine.py"), *workload.flags(given)]
 
 
 def measure(*runs: Args) -> list[dict[str, float]]:

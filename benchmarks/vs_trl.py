@@ -79,11 +79,8 @@ def solorl_side(args: Args, folder: Path, threads: int) -> Side:
 
 
 def trl_side(args: Args, folder: Path, engine: Engine, threads: int) -> Side:
-    names = ("model", "prompts", "group_size", "response_length", "dtype", "micro_batch_sequences")
-    given = {"folder": folder, "engine": engine, "steps": args.steps + 1} | {
-        name: getattr(args, name) for name in names
-    }
-    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    given = {"folder": folder, "engine": engine, "micro_batch_sequences": args.micro_batch_sequences}
+    flags = workload.flags(workload.work_of(args) | given)
     flags += ["--gradient-checkpointing"] if args.gradient_checkpointing else []
     # Not resolved: a virtual environment's Python is a link, and finds its packages by the name it is called.
     python = os.path.abspath(args.trl_python)

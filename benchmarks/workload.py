@@ -5,6 +5,7 @@ Before each step it waits until it is told to go on, and after each it writes do
 can take turns on one machine, step by step, and what disturbs the machine disturbs both.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -147,6 +148,28 @@ def environment(threads: int = 1) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     return os.environ | settings | {"PYTHONPATH": path}
+
+
+def flags(given: dict[str, Any]) -> list[str]:
+    """Names and values as a command line's flags; an underscore becomes a dash."""
+    return [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def work_of(args: Any) -> dict[str, Any]:
+    """What `side_parser` reads, out of a benchmark's arguments: with a step that is not counted."""
+    names = ("model", "dtype", "prompts", "group_size", "response_length")
+    return {name: getattr(args, name) for name in names} | {"steps": args.steps + 1}
+
+
+def side_parser(description: str | None) -> argparse.ArgumentParser:
+    """Parser of the work that a side is given, and of its folder."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
+    for name in ("prompts", "group-size", "response-length", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    return parser
 
 
 def wait_for_turn(folder: Path, step: int) -> None:

@@ -241,7 +241,9 @@ class Device:
             kwargs = {"enable_sleep_mode": self.can_sleep, "enforce_eager": False}
             # vLLM refuses to start when this share of the memory is not free, even where the size of the KV cache is
             # given and the share means nothing else: the trainer is there already.
-            return kwargs | ({"gpu_memory_utilization": 0.01} if self.type == "cuda" else {})
+            if self.type == "cuda":
+                kwargs["gpu_memory_utilization"] = 0.01
+            return kwargs
         # Compiling on a CPU takes minutes, and vLLM packs weights there, which compiled graphs would not notice. Its
         # blocks of 128 tokens would be longer than most prompts, and only full ones are shared by a group.
         return {"enforce_eager": True, "block_size": 32}

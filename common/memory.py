@@ -18,6 +18,9 @@ from common.device import GIB, Device, get_device
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 
+DEFAULT_BLOCK_SIZE = 128
+"""Tokens of the engine's blocks on a CPU unless it is told; elsewhere they are no larger."""
+
 FREE_MEMORY_SHARE = 0.5
 """At most this share of the memory that is free when the engine is built becomes KV cache."""
 
@@ -42,31 +45,30 @@ def kv_cache_bytes(folder: Path, args: Any, device: Device, *, ranks: int | None
     if args.kv_cache_gib is not None:
         return int(args.kv_cache_gib * GIB)
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    block = device.engine_kwargs().get("block_size", 128)  # 128 is the largest size that vLLM uses by default
+    sizes, model = sizes_of(folder, args)
+    block = device.engine_kwargs().get("block_size", DEFAULT_BLOCK_SIZE)
     prompts = args.prompts_per_step * args.rollout_tp // ranks
     # A prompt's full blocks are there once for its group, except the one with its last token, which is computed for
     # each response. Then whole blocks of a response, and one that is being filled.
     shared = (args.max_prompt_length - 1) // block
     own = math.ceil((args.max_prompt_length + args.max_response_length) / block) - shared + 1
-    block_bytes = block * kv_bytes_per_token(config, args.dtype, tp=args.rollout_tp)
+    block_bytes = block * kv_bytes_per_token(model.config, args.dtype, tp=args.rollout_tp)
     needed = prompts * (shared + args.group_size * own) * block_bytes
     sharing = 1 if device.is_accelerator else min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    free = device.memory()[0] / sharing - bytes_to_come(folder, args, device, ranks=ranks)
+    free = device.memory()[0] / sharing - bytes_to_come(sizes.total, args, device, ranks=ranks)
     limit = int(max(0, free) * FREE_MEMORY_SHARE)
     return max(2 * (shared + own) * block_bytes, min(needed, limit))
 
 
-def bytes_to_come(folder: Path, args: Any, device: Device, *, ranks: int) -> float:
+def bytes_to_come(parameters: int, args: Any, device: Device, *, ranks: int) -> float:
     """What a rank will hold beside the KV cache, and does not hold yet when the engine is built.
 
     That is the engine's weights, and AdamW's moments, which the first update makes, of the policy and of a critic that
     is as large. A run that goes on from a checkpoint has the moments already: it is treated alike.
     """
-    total = sizes_of(folder, args)[0].total
     in_main_memory = getattr(args, "cpu_offload", False) and device.is_accelerator
     trained = 0 if in_main_memory else hasattr(args, "lr") + hasattr(args, "critic_lr")
-    return DTYPE_BYTES[args.dtype] * total / args.rollout_tp + 8 * trained * total / ranks
+    return DTYPE_BYTES[args.dtype] * parameters / args.rollout_tp + 8 * trained * parameters / ranks
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,9 @@ def packed_attention(
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
     attend = varlen_attention(query.dtype)
     if attend is not None:
-        return attend(query, key[layout.seen], value[layout.seen], layout, scaling, sliding_window)[None], None
+        starts = layout.query_starts, layout.seen_starts, layout.max_queries, layout.max_seen
+        seen = key[layout.seen], value[layout.seen]
+        return attend(query, *seen, *starts, scale=scaling, window=sliding_window)[None], None
     parts = []
     for bucket in layout.buckets:
         attended = F.scaled_dot_product_attention(
@@ -286,32 +288,25 @@ def packed_attention(
 def varlen_attention(dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """This device's attention for sequences of different lengths: flash-attn's, torch's copy of it, or none.
 
-    It is called with query (N, heads, D), key and value of what each segment sees (M, kv heads, D), the layout, the
-    scale and the window. Both have the causal mask aligned at the last key, so a response sees all of its prompt.
+    It is called with query (N, heads, D), key and value of what each segment sees (M, kv heads, D), where the segments
+    begin in both, and their largest lengths; `window` counts a query's own key. Both kernels align the causal mask at
+    the last key, so a response sees all of its prompt.
     """
     return {"flash-attn": _by_flash_attn, "torch": _by_torch, None: None}[get_device().varlen_kernel(dtype)]
 
 
-def _by_flash_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:  # fmt: skip
+def _by_flash_attn(*tensors_and_lengths: Any, scale: float | None, window: int | None) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    starts = layout.query_starts, layout.seen_starts, layout.max_queries, layout.max_seen
     sides = (-1, -1) if window is None else (window - 1, 0)
-    return flash_attn_varlen_func(query, key, value, *starts, softmax_scale=scaling, causal=True, window_size=sides)
+    return flash_attn_varlen_func(*tensors_and_lengths, softmax_scale=scale, causal=True, window_size=sides)
 
 
-def _by_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:  # fmt: skip
+def _by_torch(*tensors_and_lengths: Any, scale: float | None, window: int | None) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    starts = layout.query_starts, layout.seen_starts, layout.max_queries, layout.max_seen
     sides = (-1, 0) if window is None else (window - 1, 0)  # (-1, 0) is its way to say causal
-    return varlen_attn(query, key, value, *starts, scale=scaling, window_size=sides, enable_gqa=True)
+    return varlen_attn(*tensors_and_lengths, scale=scale, window_size=sides, enable_gqa=True)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -109,6 +109,7 @@ def test_kernel_for_sequences_of_different_lengths(monkeypatch, hip, capability,
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: has_copy)
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: has_flash_attn)
     assert get_device().varlen_kernel(torch.bfloat16) == expected
+    assert get_device().varlen_kernel(torch.float32) is None
 
 
 def test_the_host_does_not_wait_for_copies_to_cuda(monkeypatch):

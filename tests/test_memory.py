@@ -64,7 +64,7 @@ def test_the_engine_gets_what_a_step_needs_and_no_more_than_its_share(monkeypatc
     needed = 8 * (3 + 4 * 2) * block
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == needed
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=2) == needed / 2
-    to_come = memory.bytes_to_come(TINY / "model", args, CPU, ranks=1)
+    to_come = memory.bytes_to_come(memory.sizes_of(TINY / "model", args)[0].total, args, CPU, ranks=1)
     monkeypatch.setattr(Device, "memory", lambda self: (to_come + needed, 100 * needed))
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == needed / 2  # half of what is free then
     monkeypatch.setattr(Device, "memory", lambda self: (0, 100 * needed))
@@ -80,17 +80,17 @@ def test_a_prompt_of_whole_blocks_shares_all_but_the_last():
     assert memory.kv_cache_bytes(TINY / "model", args, CPU, ranks=1) == (2 + 8 * (1 + 1 + 1)) * block
 
 
-def test_what_comes_after_the_kv_cache_is_kept_free(seven_b):
+def test_what_comes_after_the_kv_cache_is_kept_free():
     """The engine's weights, and the moments of the first update: else the second rollout would find no memory."""
     parameters = 7_615_616_512
     gpu = Device("CUDA", "cuda", 0, "cpu:gloo,cuda:nccl", "", can_sleep=True)
-    assert memory.bytes_to_come(seven_b, arguments(), gpu, ranks=8) == (2 + 8 / 8) * parameters
-    assert memory.bytes_to_come(seven_b, arguments(rollout_tp=2), gpu, ranks=8) == (2 / 2 + 8 / 8) * parameters
-    assert memory.bytes_to_come(seven_b, arguments(cpu_offload=True), gpu, ranks=8) == 2 * parameters
+    assert memory.bytes_to_come(parameters, arguments(), gpu, ranks=8) == (2 + 8 / 8) * parameters
+    assert memory.bytes_to_come(parameters, arguments(rollout_tp=2), gpu, ranks=8) == (2 / 2 + 8 / 8) * parameters
+    assert memory.bytes_to_come(parameters, arguments(cpu_offload=True), gpu, ranks=8) == 2 * parameters
     with_critic = SimpleNamespace(**vars(arguments()), critic_lr=1e-5)
-    assert memory.bytes_to_come(seven_b, with_critic, gpu, ranks=8) == (2 + 16 / 8) * parameters
-    evaluation = SimpleNamespace(dtype="bf16", rollout_tp=1, trust_remote_code=False)
-    assert memory.bytes_to_come(seven_b, evaluation, gpu, ranks=8) == 2 * parameters
+    assert memory.bytes_to_come(parameters, with_critic, gpu, ranks=8) == (2 + 16 / 8) * parameters
+    evaluation = SimpleNamespace(dtype="bf16", rollout_tp=1)
+    assert memory.bytes_to_come(parameters, evaluation, gpu, ranks=8) == 2 * parameters
 
 
 def test_heads_are_never_split_over_ranks(seven_b):

@@ -224,7 +224,8 @@ def test_torchs_own_kernel_takes_what_it_is_given() -> None:
         query = torch.empty(len(layout.restore), 6, 32, dtype=torch.bfloat16, requires_grad=True)
         key, value = (torch.empty(len(layout.seen), 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
         for window in (None, 4):
-            out = packing._by_torch(query, key, value, layout, 0.2, window)
+            starts = layout.query_starts, layout.seen_starts, layout.max_queries, layout.max_seen
+            out = packing._by_torch(query, key, value, *starts, scale=0.2, window=window)
             assert out.shape == query.shape and out.dtype == query.dtype and out.requires_grad
 
 

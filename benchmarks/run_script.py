@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -96,13 +97,23 @@ def use_clock() -> None:
     launch.time = SimpleNamespace(**vars(time) | {"perf_counter": workload.now})
 
 
-def follow_turns(folder: Path, response_length: int) -> None:
-    """Wait before each step; after it, rank 0 writes the seconds of each phase as the script itself logs them."""
+def follow_turns(folder: Path, response_length: int) -> Callable[[], None]:
+    """Wait before each step; after it, rank 0 writes the seconds of each phase as the script itself logs them.
+
+    They are written when the script asks for the next step: what it does in between, drawing its curve for one, must
+    not go on in another side's turn. Returns what writes those of the last step, to be called at the end of the run.
+    """
+    done: dict[int, dict[str, float]] = {}
+
+    def write() -> None:
+        while done:
+            workload.write_step(folder, *done.popitem())
 
     class PacedPhases(launch.Phases):
         turn = 0
 
         def start_step(self) -> None:
+            write()
             self.turn += 1
             if dist.get_rank() == 0:
                 workload.wait_for_turn(folder, self.turn)
@@ -111,7 +122,7 @@ def follow_turns(folder: Path, response_length: int) -> None:
 
     log = tracking.Tracker.log
 
-    def log_and_write(self: tracking.Tracker, step: int, metrics: dict[str, float]) -> None:
+    def log_and_keep(self: tracking.Tracker, step: int, metrics: dict[str, float]) -> None:
         log(self, step, metrics)
         length = metrics["response_length"]
         if length != response_length:
@@ -120,9 +131,10 @@ def follow_turns(folder: Path, response_length: int) -> None:
         record["peak_memory_gib"] = metrics["perf/peak_memory_gib"]
         record["tokens"] = metrics["perf/tokens_per_s"] * metrics["time/step"]
         if dist.get_rank() == 0:
-            workload.write_step(folder, step, record)
+            done[step] = record
 
-    launch.Phases, tracking.Tracker.log = PacedPhases, log_and_write
+    launch.Phases, tracking.Tracker.log = PacedPhases, log_and_keep
+    return write
 
 
 def main() -> None:
@@ -139,9 +151,14 @@ def main() -> None:
         replace_engine(module)
     spread_rewards(module)
     use_clock()
-    follow_turns(mine.folder, mine.max_response_length)
+    write_last = follow_turns(mine.folder, mine.max_response_length)
+
+    def train(args: Any) -> None:
+        module.main(args)
+        write_last()
+
     sys.argv = [str(mine.script), "--max-response-length", str(mine.max_response_length), *rest]
-    launch.launch(module.main, module.Args)
+    launch.launch(train, module.Args)
 
 
 if __name__ == "__main__":

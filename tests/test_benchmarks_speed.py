@@ -120,6 +120,25 @@ def test_the_scripts_know_the_flags(script: str, tmp_path: Path) -> None:
     assert parsed.eval_every == 0 and not parsed.export
 
 
+def test_a_turn_ends_when_nothing_is_left_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script does after it has logged, drawing its curve for one, would go on in another side's turn."""
+    monkeypatch.setattr(run_script_py, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
+    monkeypatch.setattr(run_script_py.launch, "Phases", type("Phases", (), {"start_step": lambda self: None}))
+    monkeypatch.setattr(run_script_py.tracking.Tracker, "log", lambda self, step, metrics: None)
+    write_last = run_script_py.follow_turns(tmp_path, 8)
+    phases = run_script_py.launch.Phases()
+    for step in (1, 2):
+        (tmp_path / f"go-{step}").touch()
+    metrics = {"response_length": 8, "time/step": 2.0, "perf/tokens_per_s": 50.0, "perf/peak_memory_gib": 1.0}
+    for step in (1, 2):
+        phases.start_step()
+        run_script_py.tracking.Tracker.log(None, step, metrics)
+        assert not (tmp_path / f"step-{step}.json").exists()
+    assert json.loads((tmp_path / "step-1.json").read_text()) == {"step": 2.0, "peak_memory_gib": 1.0, "tokens": 100.0}
+    write_last()
+    assert (tmp_path / "step-2.json").exists()
+
+
 def test_no_response_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [SimpleNamespace(ignore_eos=False) for _ in range(3)]
     llm = SimpleNamespace(generate=lambda inputs, params, use_tqdm: [(i, p.ignore_eos) for i, p in zip(inputs, params)])

@@ -62,6 +62,7 @@ def init_distributed(device: Device, *, timeout_s: float = 1800.0) -> tuple[int,
     that, the watchdog of `Phases` with the same limit ends the rank that it waits for.
     """
     device.set_current()
+    device.keep_freed_memory()
     timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
     if "RANK" in os.environ:
         dist.init_process_group(device.backend, timeout=timeout)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from common.attention import SegmentAttention
 from common.device import Device, get_device
 
 PACKED_ATTENTION = "solorl_packed"
@@ -55,6 +56,7 @@ class Bucket:
     def _make_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         places = torch.arange(max(self.queries.shape[1], self.keys.shape[1]), device=self.queries.device)
         queries = self.prompt_lengths[:, None] + places[: self.queries.shape[1]]  # (S, Q) place in the sequence
+        queries = queries.clamp(max=self.keys.shape[1] - 1)  # padding too sees a key, or its softmax were no number
         distances = queries[:, :, None] - places[: self.keys.shape[1]]  # negative: the key comes later
         is_seen = distances >= 0
         if window is not None:
@@ -256,9 +258,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention within a row's segments: query (1, heads, N, D), key and value (1, kv heads, N, D) -> (1, N, heads, D).
 
-    By a kernel for sequences of different lengths where the device has one; elsewhere, and in fp32, the segments are
-    padded in buckets of similar size and go through torch's attention. Without a layout: causal attention, sequences
-    padded on the right.
+    By a kernel for sequences of different lengths where the device has one; on a CPU the segments are padded in buckets
+    of similar size. Without a layout: causal attention, sequences padded on the right.
     """
     if layout is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
@@ -272,13 +273,14 @@ def packed_attention(
         return attend(query, *seen, *starts, scale=scaling, window=sliding_window)[None], None
     parts = []
     for bucket in layout.buckets:
-        attended = F.scaled_dot_product_attention(
+        attended = SegmentAttention.apply(
             query[bucket.queries].transpose(1, 2),  # (S, heads, Q, D)
             key[bucket.keys].transpose(1, 2),
             value[bucket.keys].transpose(1, 2),
-            attn_mask=bucket.mask(sliding_window, query.dtype),
-            scale=scaling,
-            enable_gqa=True,
+            bucket.mask(sliding_window, query.dtype),
+            bucket.prompt_lengths,
+            sliding_window,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
         )
         parts.append(attended.transpose(1, 2).flatten(0, 1))  # (S x Q, heads, D)
     return torch.cat(parts)[layout.restore][None], None

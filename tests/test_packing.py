@@ -1,6 +1,7 @@
 """Packed rows: a prompt goes through the model once for its group, with the log-probs and gradients of padded ones."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -43,13 +44,15 @@ def models(name: str) -> tuple[nn.Module, nn.Module]:
     return plain, packed
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, packing.Layout]:
+def batch(
+    prompts: Sequence[list[int]] = PROMPTS, response_lengths: Sequence[int] = LENGTHS
+) -> tuple[torch.Tensor, torch.Tensor, packing.Layout]:
     """Padded ids (b, L), the mask of real tokens (b, L), and the layout."""
     generator = torch.Generator().manual_seed(1)
-    responses = [torch.randint(10, 50, (length,), generator=generator) for length in LENGTHS]
-    rows = [torch.cat([torch.tensor(prompt), response]) for prompt, response in zip(PROMPTS, responses, strict=True)]
+    responses = [torch.randint(10, 50, (length,), generator=generator) for length in response_lengths]
+    rows = [torch.cat([torch.tensor(prompt), response]) for prompt, response in zip(prompts, responses, strict=True)]
     lengths = [len(row) for row in rows]
-    layout = packing.make_layout([len(prompt) for prompt in PROMPTS], lengths, [tuple(prompt) for prompt in PROMPTS])
+    layout = packing.make_layout([len(prompt) for prompt in prompts], lengths, [tuple(prompt) for prompt in prompts])
     is_real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return pad_sequence(rows, batch_first=True), is_real, layout
 
@@ -60,9 +63,11 @@ def hidden_states(model: nn.Module, ids: torch.Tensor, layout: packing.Layout | 
     return packing.hidden_at(model.get_decoder(), ids, layout, rows, columns)
 
 
-def largest_gap(plain: nn.Module, packed: nn.Module, layout: packing.Layout | None) -> tuple[float, float]:
+def largest_gap(
+    plain: nn.Module, packed: nn.Module, layout: packing.Layout | None, *sizes: Sequence
+) -> tuple[float, float]:
     """Largest difference of log-probs, and of gradients as a share of the largest of their parameter."""
-    ids, is_real, _ = batch()
+    ids, is_real, _ = batch(*sizes)
     logprobs = []
     for model, its_layout in ((plain, None), (packed, layout)):
         hidden = hidden_states(model, ids, its_layout)
@@ -282,3 +287,14 @@ def test_a_model_with_another_attention_gets_padded_sequences() -> None:
     ids, is_real, layout = batch()
     expected = hidden_states(plain, ids, None)
     assert torch.equal(hidden_states(plain, ids, layout)[is_real], expected[is_real])
+
+
+def test_queries_that_pad_a_bucket_spoil_no_gradient() -> None:
+    """The last of those beside the first response see, with a window, only keys beyond the last: no number at all."""
+    sizes = [list(range(5, 15)), list(range(5, 9))], (12, 16)
+    *_, layout = batch(*sizes)
+    assert [bucket.keys.shape for bucket in layout.buckets][0] == (2, 22)
+    assert layout.buckets[0].queries.shape == (2, 16)
+    logprob_gap, gradient_gap = largest_gap(*models("mistral, a window of 4 tokens"), layout, *sizes)
+    assert logprob_gap < 1e-5
+    assert gradient_gap < 1e-5

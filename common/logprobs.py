@@ -1,18 +1,21 @@
 """Log-probs of chosen tokens from hidden states, without ever holding the logits of all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+CACHED_LOGITS = 2**21
+"""On a CPU: logits that go through a softmax at a time, so few that the processor's cache holds them."""
+
 
 class HeadLogprobs(torch.autograd.Function):
     """log_softmax(hidden @ head.T / temperature) at the targets, with the logits of only a few rows in memory.
 
-    Forward keeps one number a row, and the softmax of the last chunk, for which there must be memory anyway; backward
-    computes the logits of the other chunks again. All of softmax is fp32. Chunks share their memory: on a CPU, fresh
-    memory costs a sixth of the product that fills it.
+    Forward keeps one number a row, and the logits of the last chunk, for which there must be memory anyway; backward
+    computes those of the other chunks again. Logits are in the dtype of hidden and head; all of softmax is fp32. Chunks
+    share their memory: on a CPU, fresh memory costs a sixth of the product that fills it.
     """
 
     @staticmethod
@@ -24,21 +27,20 @@ class HeadLogprobs(torch.autograd.Function):
         Gradients flow from the log-probs to hidden and head; the entropies, in nats, have none.
         """
         logprobs, entropies, normalisers = [], [], []
-        memory, exps = (
-            hidden.new_empty(min(chunk_rows, len(hidden)), len(head), dtype=torch.float32) for _ in range(2)
-        )
+        memory = hidden.new_empty(min(chunk_rows, len(hidden)), len(head))
         for rows, ids in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            logits, weights = memory[: len(rows)], exps[: len(rows)]  # (chunk, V)
-            scaled_logits(rows, head, temperature, out=logits)
-            peak = logits.amax(dim=1, keepdim=True)
-            torch.exp(logits.sub_(peak), out=weights)  # softmax before it is divided by its sum
-            total = weights.sum(dim=1)
-            logprobs.append(logits.gather(1, ids[:, None])[:, 0] - total.log())
-            entropies.append(total.log() - torch.einsum("nv,nv->n", weights, logits) / total)
-            normalisers.append(total.log() + peak[:, 0])
+            logits = torch.mm(rows, head.T, out=memory[: len(rows)])  # (chunk, V)
+            for part, part_ids in zip(*split_rows(logits, ids), strict=True):
+                scaled = scaled_fp32(part, temperature)
+                peak = scaled.amax(dim=1, keepdim=True)
+                exps = scaled.sub_(peak).exp()  # softmax before it is divided by its sum
+                total = exps.sum(dim=1)
+                logprobs.append(scaled.gather(1, part_ids[:, None])[:, 0] - total.log())
+                entropies.append(total.log() - exps.mul_(scaled).sum(dim=1) / total)
+                normalisers.append(total.log() + peak[:, 0])
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            weights.div_(total[:, None])
-            ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers), exps)
+            ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers))
+            ctx.memory = memory
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
@@ -47,29 +49,37 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
         """d logprob / d logits = (onehot(target) - softmax) / temperature."""
-        hidden, head, targets, normalisers, memory = ctx.saved_tensors
+        hidden, head, targets, normalisers = ctx.saved_tensors
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        memory, ctx.memory = ctx.memory, None  # overwritten here: another backward computes all logits again
         last, *others = reversed(range(0, len(hidden), ctx.chunk_rows))
+        kept = last if memory is not None else None
+        if memory is None:
+            memory = hidden.new_empty(min(ctx.chunk_rows, len(hidden)), len(head))
         for start in (last, *others):
             chunk = slice(start, start + ctx.chunk_rows)
-            scale = grad[chunk, None] / ctx.temperature
-            probs = memory[: len(scale)]  # of the last chunk, as forward left them
-            if start != last:
-                logits = scaled_logits(hidden[chunk], head, ctx.temperature, out=probs)
-                probs = logits.sub_(normalisers[chunk, None]).exp_()
-            grad_logits = probs.mul_(-scale).scatter_add_(1, targets[chunk, None], scale).to(head.dtype)
-            torch.mm(grad_logits, head, out=grad_hidden[chunk])
-            grad_head.addmm_(grad_logits.T, hidden[chunk])
+            rows, logits = hidden[chunk], memory[: len(hidden[chunk])]
+            if start != kept:
+                torch.mm(rows, head.T, out=logits)
+            of_rows = targets[chunk], normalisers[chunk], grad[chunk] / ctx.temperature
+            for part, ids, normaliser, factor in zip(*split_rows(logits, *of_rows), strict=True):
+                probs = scaled_fp32(part, ctx.temperature).sub_(normaliser[:, None]).exp_()
+                part.copy_(probs.mul_(-factor[:, None]).scatter_add_(1, ids[:, None], factor[:, None]))
+            torch.mm(logits, head, out=grad_hidden[chunk])  # of which the logits' gradient has taken the place
+            grad_head.addmm_(logits.T, rows)
         return grad_hidden, grad_head, None, None, None
 
 
-def scaled_logits(rows: torch.Tensor, head: torch.Tensor, temperature: float, *, out: torch.Tensor) -> torch.Tensor:
-    """rows (n, H) @ head.T (H, V) / temperature, into `out` (n, V) fp32; the product is in the rows' dtype."""
-    if rows.dtype == out.dtype:
-        torch.mm(rows, head.T, out=out)
-    else:
-        out.copy_(rows @ head.T)
-    return out if temperature == 1.0 else out.div_(temperature)
+def split_rows(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Each tensor's parts of as many rows as a CPU's cache holds logits of; on accelerators one part."""
+    rows = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    return (tensor.split(rows) for tensor in (logits, *others))
+
+
+def scaled_fp32(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits / temperature, in new memory."""
+    scaled = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+    return scaled if temperature == 1.0 else scaled.div_(temperature)
 
 
 def compare_heads(

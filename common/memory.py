@@ -116,7 +116,7 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
     layer_inputs = tokens * compute * text.hidden_size * len(layers)
     kept = layer_inputs + layer_activations if args.gradient_checkpointing else layer_activations * len(layers)
 
-    logits = 4 * args.logits_chunk_rows * text.vocab_size  # fp32
+    logits = (compute + 8) * args.logits_chunk_rows * text.vocab_size  # and twice in fp32, for their softmax
 
     return {
         "parameters, fp32 master (sharded)": 4 * sizes.total / ranks,
@@ -127,7 +127,7 @@ def plan(folder: Path, args: Any, *, ranks: int, frozen_models: int, device: Dev
         "embedding and head gathered, with gradients": 2 * compute * sizes.root,
         "unsharded gradient until the last micro-batch": 4 * sizes.total * args.delay_gradient_reduction,  # fp32
         f"activations of {tokens:,} tokens (estimate)": kept,
-        f"logits, {args.logits_chunk_rows:,} rows x {text.vocab_size:,}": 3 * logits,
+        f"logits, {args.logits_chunk_rows:,} rows x {text.vocab_size:,}": logits,
         "engine weights": compute * sizes.total / args.rollout_tp,
         "engine KV cache": kv_cache_bytes(folder, args, device, ranks=ranks),
     }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from algos.grpo import compute_advantages, compute_loss, estimate_kl, token_weights
+from common import logprobs as logprobs_module
 from common.logprobs import HeadLogprobs
 from common.optim import lr_factor
 
@@ -244,9 +245,12 @@ def test_temperature_divides_the_logits_once():
     assert logprobs.item() == pytest.approx(-0.01815, abs=1e-5)  # not -0.1269 (T = 1), not -0.2539 (log-probs / T)
 
 
+@pytest.mark.parametrize("cached_logits", [1, 22, 1000])
 @pytest.mark.parametrize("chunk_rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunked_logprobs_equal_dense_ones(chunk_rows, temperature):
+def test_chunked_logprobs_equal_dense_ones(chunk_rows, temperature, cached_logits, monkeypatch):
+    """A chunk's softmax of one row, two rows or all rows at a time."""
+    monkeypatch.setattr(logprobs_module, "CACHED_LOGITS", cached_logits)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 5, generator=generator, requires_grad=True)
     head = torch.randn(11, 5, generator=generator, requires_grad=True)
@@ -263,6 +267,14 @@ def test_chunked_logprobs_equal_dense_ones(chunk_rows, temperature):
     torch.testing.assert_close(logprobs, dense[torch.arange(7), targets], atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, -(dense.exp() * dense).sum(1), atol=1e-5, rtol=0)
     torch.testing.assert_close(grads, (hidden.grad, head.grad), atol=1e-5, rtol=1e-5)
+
+
+def test_a_second_backward_gives_the_same_gradient():
+    """The first one overwrites the logits that forward has kept."""
+    hidden, head = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    logprobs, _ = HeadLogprobs.apply(hidden, head, torch.tensor([0, 3, 8, 2, 2]), 0.7, 2)
+    first = torch.autograd.grad(logprobs.sum(), (hidden, head), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(logprobs.sum(), (hidden, head)), first)
 
 
 # -- learning rate ----------------------------------------------------------------------------------------------------

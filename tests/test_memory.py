@@ -40,7 +40,7 @@ def test_seven_b_on_eight_ranks_by_hand(seven_b):
     assert rows["AdamW moments, fp32 (sharded)"] == 8 * parameters / 8
     assert rows["frozen models (sharded)"] == 2 * parameters / 8
     assert rows["engine weights"] == 2 * parameters
-    assert rows["logits, 1,024 rows x 152,064"] == 3 * 4 * 1024 * 152064
+    assert rows["logits, 1,024 rows x 152,064"] == (2 + 4 + 4) * 1024 * 152064
     assert rows["engine KV cache"] == 20 * GIB
     training = sum(size for name, size in rows.items() if not name.startswith("engine"))
     assert training < 40 * GIB  # fits an 80 GB card beside a sleeping engine

@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, environment
 
 from common import device as device_module
 from common.device import Device, get_device
@@ -237,3 +238,34 @@ def test_starting_the_engine_restores_torchrun_s_variable_and_passes_real_messag
     )
     assert run.stdout.strip() == "2"
     assert run.stderr.splitlines() == ["a real warning", "and after"]
+
+
+FAULTS = """
+import platform, resource, sys
+import torch
+from common import launch
+from common.device import get_device
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(2**23)  # 32 MiB, which glibc would map anew each time
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults()
+launch.init_distributed(get_device())
+for _ in range(5):
+    faults()  # until the heap has found its size
+print(platform.libc_ver()[0], before, faults())
+"""
+
+
+def test_a_cpu_run_keeps_the_memory_that_it_frees():
+    settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", FAULTS]
+    run = subprocess.run(command, env=environment() | settings, capture_output=True, text=True, timeout=120, check=True)
+    libc, before, after = run.stdout.split()[-3:]
+    if libc != "glibc":
+        pytest.skip("another C library")
+    assert int(before) > 10 * 2**25 / 65536  # pages of at most 64 KiB
+    assert int(after) < int(before) / 20

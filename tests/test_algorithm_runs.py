@@ -15,7 +15,20 @@ SCRIPTS = {
     "remax": ("--kl-coef", "0.05"),
     "gspo": ("--group-size", 4),
 }
-SMALL = ("--prompts-per-step", 4, "--eval-every", 0, "--save-every", 1, "--lr", "1e-3", "--warmup-steps", 1)
+SMALL = (
+    "--prompts-per-step",
+    4,
+    "--eval-every",
+    0,
+    "--save-every",
+    1,
+    "--lr",
+    "1e-3",
+    "--warmup-steps",
+    1,
+    "--dtype",
+    "fp32",
+)
 
 
 def rows_of(run_dir: Path) -> list[dict]:

@@ -14,6 +14,7 @@ from docs.generate import documented_metrics
 SMALL = (
     *("--prompts-per-step", 8, "--steps", 2, "--max-response-length", 24, "--lr", "1e-3", "--warmup-steps", 1),
     *("--eval-every", 0, "--save-every", 1, "--keep-checkpoints", 9, "--max-prompt-length", 40),
+    *("--dtype", "fp32"),
 )
 
 

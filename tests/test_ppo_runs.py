@@ -15,6 +15,7 @@ SMALL = (
     *("--prompts-per-step", 8, "--group-size", 2, "--num-minibatches", 2, "--epochs", 2, "--eval-every", 0),
     *("--kl-coef", "0.05", "--kl-target", "0.01", "--kl-horizon", "100", "--dual-clip", "3", "--lr", "1e-3"),
     *("--save-every", 1, "--keep-checkpoints", 9, "--micro-batch-tokens", "600", "--max-prompt-length", "100"),
+    *("--dtype", "fp32"),
 )
 
 
@@ -103,6 +104,7 @@ def test_a_reward_model_scores_truncated_responses_and_warms_the_critic_up(tmp_p
     run_dir = tmp_path / "run"
     arguments = ("--train-files", TINY / "prompts_model.parquet", "--reward-model", tmp_path / "rm")
     arguments += ("--critic-model", tmp_path / "rm", "--max-response-length", 6, "--critic-warmup", 1, "--steps", 2)
+    arguments += ("--dtype", "fp32")
     arguments += ("--prompts-per-step", 8, "--eval-every", 0, "--save-every", 1, "--no-export", "--run-dir", run_dir)
     succeeded(run_forked("algos/ppo.py", *arguments))
 

@@ -116,6 +116,7 @@ def test_rows_are_never_filled_with_the_token_that_ends_responses():
 SMALL = (
     *("--steps", 4, "--batch-size", 16, "--eval-every", 2, "--save-every", 1, "--keep-checkpoints", 9),
     *("--export-dtype", "fp32", "--warmup-steps", 2, "--micro-batch-tokens", 640, "--max-length", 100),
+    *("--dtype", "fp32"),
 )
 
 

@@ -27,7 +27,7 @@ from benchmarks.soak import is_alive, ranks_of
 SMALL = (
     *("--steps", 4, "--prompts-per-step", 8, "--group-size", 4, "--eval-every", 0, "--save-every", 1),
     *("--keep-checkpoints", 9, "--lr", "1e-3", "--num-minibatches", 2, "--kl-coef", "0.01"),
-    *("--overlong-buffer", 40),
+    *("--overlong-buffer", 40, "--dtype", "fp32"),
 )
 
 
@@ -104,6 +104,16 @@ def test_another_seed_is_another_run_and_one_rank_works_too(first_run, tmp_path)
     assert [row["step"] for row in here] == [1, 2, 3, 4]
     assert all(a["entropy"] != b["entropy"] for a, b in zip(here, there, strict=True))
     assert {s["prompt"] for s in samples_of(tmp_path / "r")} != {s["prompt"] for s in samples_of(first_run)}
+
+
+def test_bf16_works_on_every_processor(first_run, tmp_path):
+    """It is the default where the processor multiplies it. Engine and trainer then round, and differ, more."""
+    arguments = ("--steps", 2, "--prompts-per-step", 8, "--group-size", 4, "--eval-every", 0, "--lr", "1e-3")
+    arguments += ("--dtype", "bf16", "--overlong-buffer", 40, "--no-export", "--run-dir", tmp_path / "r")
+    assert "engine and trainer agree" in succeeded(run_forked("algos/grpo.py", *arguments, nproc=2)).stdout
+    rows = metrics_of(tmp_path / "r")
+    assert all(1e-4 < row["mismatch_abs"] < 0.02 and row["grad_norm"] > 0 for row in rows)
+    assert rows[0]["entropy"] == pytest.approx(metrics_of(first_run)[0]["entropy"], rel=0.1)
 
 
 # -- stopping ---------------------------------------------------------------------------------------------------------

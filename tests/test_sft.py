@@ -47,7 +47,8 @@ def small(tmp_path_factory) -> tuple:
     """Arguments of the runs here; evaluation takes as many tokens as training."""
     path = tmp_path_factory.mktemp("data") / "test.parquet"
     pq.write_table(pq.read_table(TINY / "sft.parquet").slice(0, 64), path)
-    return "--steps", 4, "--batch-size", 8, "--save-every", 2, "--test-files", path, "--eval-every", 4
+    sizes = "--steps", 4, "--batch-size", 8, "--save-every", 2, "--test-files", path, "--eval-every", 4
+    return *sizes, "--dtype", "fp32"
 
 
 @pytest.fixture(scope="module")

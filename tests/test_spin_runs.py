@@ -19,7 +19,7 @@ COMMON = (
     *("--prompts-per-step", 8, "--steps-per-iteration", 2, "--lr", "1e-4", "--lr-decay", "constant"),
     *("--warmup-steps", 1, "--beta", "0.5"),
     *("--max-prompt-length", 100, "--max-response-length", 48, "--micro-batch-tokens", 600, "--export-dtype", "fp32"),
-    *("--save-every", 1, "--keep-checkpoints", 9),
+    *("--save-every", 1, "--keep-checkpoints", 9, "--dtype", "fp32"),
 )
 
 

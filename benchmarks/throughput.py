@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 
 from common import launch
-from common.device import get_device
+from common.device import Device, get_device
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import limits
@@ -194,21 +194,26 @@ def show_scan(dimension: Dimension, runs: list[Args], results: list[dict[str, An
     print(table([dimension, *names, "of peak", "GiB"], rows), flush=True)
 
 
+def matmul_peak(args: Args, device: Device) -> float:
+    """Operations a second of matrix products: of all ranks' accelerators, or of a CPU with the threads of all ranks."""
+    if not device.is_accelerator:
+        torch.set_num_threads(args.ranks * threads_of(args))  # `make` sets one, which is meant for a rank
+    longest = workload.MAX_PROMPT_LENGTH + args.response_length
+    shapes = limits.matmul_shapes(args.model, min(args.micro_batch_tokens, 16 * longest), device)
+    rate = limits.matmul_rate(shapes, limits.DTYPES[args.dtype], repeats=5, device=device)
+    return rate * args.ranks if device.is_accelerator else rate
+
+
 def main(args: Args) -> None:
     device = get_device()
     workload.check_model(args.model)
     os.environ[workload.CLOCK] = args.clock
-    if args.clock == "processor":
-        torch.set_num_threads(1)
     launch.require((ROOT / args.script).is_file(), f"--script {args.script}: no such file")
     launch.require(args.prompts % args.ranks == 0, f"--prompts {args.prompts} do not go to --ranks {args.ranks} evenly")
     if args.dtype == "auto":
         args.dtype = "bf16" if device.default_dtype() == torch.bfloat16 else "fp32"
     counts = workload.parameter_counts(args.model)
-    longest = workload.MAX_PROMPT_LENGTH + args.response_length
-    shapes = limits.matmul_shapes(args.model, min(args.micro_batch_tokens, 16 * longest), device)
-    peak = limits.matmul_rate(shapes, limits.DTYPES[args.dtype], repeats=5, device=device)
-    peak *= args.ranks if device.is_accelerator else 1
+    peak = matmul_peak(args, device)
     device.empty_cache()  # this process keeps nothing of the memory that the ranks need
     args.threads = threads_of(args)
     known: dict[str, dict[str, Any]] = {}  # figures by arguments, so that no run is measured twice

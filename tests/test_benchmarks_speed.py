@@ -104,6 +104,22 @@ def test_processor_time_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert workload.now() - start >= 0.3
 
 
+@pytest.mark.parametrize(("ranks", "threads", "expected"), [(1, 3, 3), (2, 2, 4)])
+def test_the_matmul_rate_is_that_of_all_threads(
+    ranks: int, threads: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where OMP_NUM_THREADS is 1, as `make bench` has it."""
+    used = []
+    monkeypatch.setattr(throughput.limits, "matmul_rate", lambda *_, **__: used.append(torch.get_num_threads()) or 5.0)
+    before = torch.get_num_threads()
+    try:
+        args = throughput.Args(model=MODEL, ranks=ranks, threads=threads, dtype="fp32")
+        assert throughput.matmul_peak(args, SimpleNamespace(is_accelerator=False)) == 5.0
+    finally:
+        torch.set_num_threads(before)
+    assert used == [expected]
+
+
 # -- what the sides run -----------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ class HeadLogprobs(torch.autograd.Function):
             for part, ids, normaliser, factor in zip(*split_rows(logits, *of_rows), strict=True):
                 probs = scaled_fp32(part, ctx.temperature).sub_(normaliser[:, None]).exp_()
                 part.copy_(probs.mul_(-factor[:, None]).scatter_add_(1, ids[:, None], factor[:, None]))
-            torch.mm(logits, head, out=grad_hidden[chunk])  # of which the logits' gradient has taken the place
+            torch.mm(logits, head, out=grad_hidden[chunk])  # by now `logits` holds their gradient
             grad_head.addmm_(logits.T, rows)
         return grad_hidden, grad_head, None, None, None
 

@@ -16,18 +16,8 @@ SCRIPTS = {
     "gspo": ("--group-size", 4),
 }
 SMALL = (
-    "--prompts-per-step",
-    4,
-    "--eval-every",
-    0,
-    "--save-every",
-    1,
-    "--lr",
-    "1e-3",
-    "--warmup-steps",
-    1,
-    "--dtype",
-    "fp32",
+    *("--prompts-per-step", 4, "--eval-every", 0, "--save-every", 1, "--lr", "1e-3", "--warmup-steps", 1),
+    *("--dtype", "fp32"),
 )
 
 
